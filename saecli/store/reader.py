@@ -26,7 +26,6 @@ from .split import (
     Split,
     Which,
     in_order,
-    numbers_shuffled,
     shuffled,
 )
 from .values import CODES, Spread, stacked
@@ -156,12 +155,6 @@ class Rows(RowSource):
             first: number of batches to leave out at the start; their rows are not read.
         """
         return shuffled(self.source, self.deal(batch_size, seed, epoch, window_bytes), part, first)
-
-    def order(
-        self, batch_size: int, *, seed: int, epoch: int, first: int = 0
-    ) -> Iterator[np.ndarray]:
-        """The numbers within the store, (B,), of the rows of each of the `batches`."""
-        return numbers_shuffled(self.deal(batch_size, seed, epoch), first)
 
     def deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int | None = None) -> Deal:
         """The order of an epoch; see `batches`."""

@@ -371,14 +371,6 @@ def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Iterator[np.
     return _read_ahead(blocks, sizes.ahead, end - begin)
 
 
-def numbers_shuffled(deal: Deal, first: int) -> Iterator[np.ndarray]:
-    """The numbers within the store, (B,), of the rows of each batch that `shuffled` yields."""
-    with ThreadPoolExecutor(1) as pool:
-        for order in _orders(deal, pool, first):
-            for begin in range(0, len(order), deal.batch_size):
-                yield order[begin : begin + deal.batch_size]
-
-
 def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.ndarray]:
     """The order in which rows leave with each window, (R,) numbers, from batch `first` on; the next window is dealt
     meanwhile. Rows that do not fill a batch leave with the next window. Runs within a batch are ascending."""

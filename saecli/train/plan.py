@@ -28,11 +28,10 @@ from .options import (
     SolverConfig,
     TrainingConfig,
 )
-from .rows import BLOCK_ROWS, stored_bytes
+from .rows import BLOCK_ROWS
 from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
-MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
 OVERFITTED = 1.5  # held-out FVU over that of training rows, above which a user is warned
 ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
@@ -264,9 +263,9 @@ def _precision(training: TrainingConfig, weights: int) -> Precision:
     return training.precision
 
 
-def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tuple[int, bool]:
-    """The bytes free for the solver of one of `trainings`, and whether the device also keeps the rows; ConfigError for
-    too little memory, a precision the device lacks, or settings that several processes cannot share."""
+def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> int:
+    """The bytes free for the solver of one of `trainings`; ConfigError for too little memory, a precision the device
+    lacks, or settings that several processes cannot share."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
@@ -291,14 +290,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
         if training.batch_size > BLOCK_ROWS and with_batches(BLOCK_ROWS)[1] <= free:
             raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
         raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
-    held = stored_bytes(rows) // trainings
-    holds = (
-        device.type != "cpu"
-        and communicator.world_size == 1
-        and held > 0
-        and needed + held <= MOST_TAKEN * free
-    )
-    return free - batch - holds * held, holds
+    return free - batch
 
 
 def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:

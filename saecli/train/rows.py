@@ -17,7 +17,6 @@ from ..base.devices import batches_on, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
-from ..store.opening import Joined
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part
 from ..store.values import Spread
@@ -175,56 +174,11 @@ class ArrayRows(RowSource):
         return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
 
 
-class DeviceRows:
-    """Rows of stores kept on the GPU in their storage dtype; batches are those of the rows.
-
-    Cost: `stored_bytes` of the device's memory, and one pass over the stores before the first batch.
-    """
-
-    def __init__(self, rows: RowSource, device: torch.device) -> None:
-        self._rows, self._device = rows, device
-        self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
-
-    def batches(
-        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
-    ) -> Iterator[Tensor]:
-        assert part == WHOLE, "several processes read their parts from the stores"
-        order = self._rows.inputs[0].order(batch_size, seed=seed, epoch=epoch, first=first)
-        return self._gathered(order)
-
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[Tensor]:
-        assert part == WHOLE, "several processes read their parts from the stores"
-        return self._gathered(self._rows.inputs[0].numbers(batch_size))
-
-    def _gathered(self, numbers: Iterator[np.ndarray]) -> Iterator[Tensor]:
-        for batch in numbers:
-            yield self._kept[moved(torch.from_numpy(batch), self._device)]
-
-    @cached_property
-    def _kept(self) -> Tensor:
-        """All rows of the stores, (N, D + E)."""
-        stored = Joined.of(self._rows).split("all").as_stored()
-        blocks = batches_on(stored.sequential(BLOCK_ROWS), self._device)
-        kept, begin = torch.empty(0), 0
-        for block in blocks:
-            if not begin:
-                kept = block.new_empty(stored.rows, block.shape[1])
-            kept[begin : begin + len(block)] = block
-            begin += len(block)
-        return kept
-
-
-def stored_bytes(rows: RowSource) -> int:
-    """Bytes that the rows' stores take as stored; 0 without stores."""
-    parts = [part.store for part in (*rows.inputs, rows.target) if part]
-    return sum(store.rows * store.meta.row_bytes for store in parts)
-
-
 @dataclass(frozen=True)
 class TrainingRows:
     """Normalised rows in batches, on the device of the normalisation; each process takes a part of each batch."""
 
-    stored: RowSource | DeviceRows  # which may be on that device already
+    stored: RowSource
     normalisation: Normalisation
     batch_size: int
     seed: int  # of their order
@@ -278,7 +232,7 @@ class TrainingRows:
         """The first `SAMPLED_ROWS` rows in shuffled order, or all; the same in all processes."""
         return self.sample_of(self.stored, SAMPLED_ROWS)
 
-    def sample_of(self, stored: "RowSource | DeviceRows", count: int) -> Batch:
+    def sample_of(self, stored: RowSource, count: int) -> Batch:
         """The first rows in shuffled order, or all."""
         batches, seen = [], 0
         for batch in self._normalised(stored.batches(self.batch_size, seed=self.seed, epoch=0)):

@@ -17,11 +17,9 @@ from ..base.errors import RunError, TrainingError, number
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch, Dictionary
 from ..sae.metrics import reconstruction, reconstructions
-from ..store.reader import RowSource
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import (
-    DeviceRows,
     Normalisation,
     TrainingRows,
     fit_normalisation,
@@ -332,13 +330,13 @@ def start_training(
         communicator: of the processes that train on other parts of each batch.
         shared: the rows of another training on the same rows, whose sample is reused; ignored with a checkpoint.
     """
-    memory, holds = demand_machine(plan, trainings, communicator)
+    memory = demand_machine(plan, trainings, communicator)
     checkpoint = communicator.broadcast_object(record.checkpoint)
     state: Mapping[str, Tensor] = {}
     progress = Progress()
     if checkpoint is not None:
         state, progress = checkpoint[0], replace(checkpoint[1])
-    rows = shared if shared and not state else _normalised(plan, state, holds, communicator)
+    rows = shared if shared and not state else _normalised(plan, state, communicator)
     initial = _initial(plan, rows, state)
     solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
     comparison = None
@@ -395,7 +393,7 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
 
 
 def _normalised(
-    plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator
+    plan: Plan, state: Mapping[str, Tensor], communicator: Communicator
 ) -> TrainingRows:
     training, rows, device = plan.training, plan.train_rows, device_named(plan.training.device)
     if state:
@@ -415,13 +413,10 @@ def _normalised(
             rows.d_target,
             rows.reads,
         )
-    stored: RowSource | DeviceRows = rows
-    if holds:
-        stored = DeviceRows(rows, device)
-    elif device.type != "cpu":  # which gets the rows as stored, and converts them
-        stored = rows.as_stored()
+    if device.type != "cpu":  # which gets the rows as stored, and converts them
+        rows = rows.as_stored()
     return TrainingRows(
-        stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
+        rows, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
     )
 
 

@@ -31,7 +31,7 @@ from saecli.train.live import WINDOW_BYTES, LiveRows
 from saecli.train.loop import Loop
 from saecli.train.options import Pam, TrainingConfig
 from saecli.train.plan import Plan
-from saecli.train.rows import ArrayRows, DeviceRows, Normalisation, TrainingRows, stored_bytes
+from saecli.train.rows import ArrayRows, Normalisation, TrainingRows
 from saecli.train.training import Record, start_training
 
 D = 6
@@ -337,34 +337,3 @@ def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
     carried = batches_on(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
     batches = [batch.float().clone() for batch in carried]
     assert np.array_equal(torch.cat(batches).numpy(), all_ways(rows)[0])
-
-
-@pytest.mark.parametrize("window", [1 << 28, 4096], ids=["one window", "several"])
-def test_kept_rows_come_in_the_order_of_the_store(
-    rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("saecli.store.split.WINDOW_BYTES", window)
-    monkeypatch.setattr("saecli.store.split.LARGEST_WINDOW_BYTES", window)
-    kept = DeviceRows(rows, CPU)
-    for got, expected in zip(all_kept(kept), all_ways(rows), strict=True):
-        assert np.array_equal(got, expected)
-    assert (kept.rows, kept.d_in, kept.d_target) == (rows.rows, WIDTH, 0)
-
-
-def test_kept_targets_lie_beside_their_rows(tmp_path: Path):
-    rows = joined(tmp_path)
-    kept = DeviceRows(rows, CPU)
-    for got, expected in zip(all_kept(kept), all_ways(rows), strict=True):
-        assert np.array_equal(got, expected)
-    assert (kept.d_in, kept.d_target, stored_bytes(rows)) == (
-        WIDTH,
-        WIDTH // 2,
-        N * 2 * (WIDTH + WIDTH // 2),
-    )
-
-
-def all_kept(kept: DeviceRows) -> tuple[np.ndarray, np.ndarray]:
-    return tuple(
-        torch.cat([batch.float() for batch in batches]).numpy()
-        for batches in (kept.batches(64, seed=1, epoch=2), kept.sequential(64))
-    )

@@ -27,7 +27,6 @@ from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
-from saecli.train.rows import DeviceRows
 from saecli.train.solver import Adam, Solver
 from saecli.train.training import Record, start_training
 
@@ -206,19 +205,14 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_device_trains_on_a_store_as_the_cpu(
-    tmp_path: Path, dtype: str, kept: bool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
+def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str):
     rows = make_store(tmp_path / "store", np.concatenate([ROWS, ROWS[::-1]]), dtype).split("train")
     options, saes = {"d_sae": 16, "epochs": 2, "batch_size": 100}, []
     for device in ("cpu", GPU):
         plan = planned(rows, "pam-sgd", "relu", options | {"device": device})
         training = start_training(plan, Record())
         saes += Loop([training]).train()
-    assert isinstance(training.rows.stored, DeviceRows) == kept
     assert same(saes[0], saes[1].copy_to("cpu"))
 
 
