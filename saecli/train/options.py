@@ -303,7 +303,7 @@ class Revival(Config):
     revive: Annotated[
         bool,
         Shown(
-            "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+            "Re-aim dead latents, with pam-sgd also those that are missed least, at the "
             f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
             "With --init only before the first step, those that fire on none of the rows.",
             advanced=True,
