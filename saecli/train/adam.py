@@ -95,10 +95,3 @@ class Adam:
             average.masked_fill_(latents, 0)
             mean = square.masked_fill(~others, 0).sum(-1, keepdim=True) / others.sum()
             square.copy_(torch.where(latents, mean, square))
-
-    @torch.no_grad()
-    def rescale(self, factors: Mapping[str, float]) -> None:
-        """Follow tensors that were multiplied by a factor each: gradients shrink by it."""
-        for name, tensor in self.tensors.items():
-            self._adam.state[tensor]["exp_avg"] /= factors[name]
-            self._adam.state[tensor]["exp_avg_sq"] /= factors[name] ** 2

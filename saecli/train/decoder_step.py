@@ -19,7 +19,7 @@ from ..sae.dictionary import Batch, Dictionary
 from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
 from .rows import BLOCK_ROWS
 
-# Least norm of encoder and decoder, over that at the start; of a latent, over the mean.
+# Least mean norm of the decoder, over the encoder's at the start; least of a latent, over the mean.
 LEAST_SIZE = 1e-2
 
 Kind = Literal["mid", "release", "last"]

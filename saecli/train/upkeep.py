@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..base.processes import ALONE, Communicator
-from ..sae.dictionary import SAE, Coupled, Dictionary
-from .decoder_step import LEAST_SIZE, Kind, Moments, Pass, settles
+from ..sae.dictionary import SAE, Dictionary
+from .decoder_step import Kind, Moments, Pass, settles
 from .options import RELEASE, RELEASE_STEPS, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
 from .pam_sgd import DecoderStep, PamSolver
 from .ridge import DecoderState, Terms
@@ -31,8 +31,8 @@ from .solver import DECODER_STEPS, Task
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
 LAST_ROWS = 256  # of the last
-REAIMED = 0.02  # fraction of the latents re-aimed at a decoder step as missed least
 SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
+REAIMED = 0.02  # fraction of the latents re-aimed at a decoder step as missed least
 
 
 class PamSgdSolver(PamSolver):
@@ -47,7 +47,7 @@ class PamSgdSolver(PamSolver):
     ) -> None:
         super().__init__(initial, task, config, communicator)
         self.re_aims = config.revive
-        self.upkeep = (release, re_aim, balance)
+        self.upkeep = (release, re_aim)
 
     def passes(self) -> dict[int, Pass]:
         task, config, d_sae = self.task, self.config, self.dictionary.d_sae
@@ -167,19 +167,6 @@ def re_aim(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> None
     solver.revive(used, step.moments.rows)
 
 
-def balance(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> None:
-    """Give encoder and decoder one norm; not if the encoder is held, or alpha, which determines the ratio."""
-    if solver.config.alpha != "auto" or solver.task.held:
-        return
-    factor = balance_norms(solver.dictionary, solver.encoder_norm)
-    if factor is None:
-        return
-    solver.alpha *= factor**2
-    decoder_factors = {"Delta": 1 / factor, "b_dec": 1.0, "W_skip": 1.0}
-    tensors = solver.optimizer.tensors
-    solver.optimizer.rescale({name: decoder_factors.get(name, factor) for name in tensors})
-
-
 @torch.no_grad()
 def silence(dictionary: Dictionary, moments: Moments) -> Tensor:
     """Turn off latents whose contribution to the rows on which they fire a penalty has driven to nothing: a mask, (F,).
@@ -190,28 +177,3 @@ def silence(dictionary: Dictionary, moments: Moments) -> Tensor:
     dictionary.W_enc.masked_fill_(gone, 0)
     dictionary.b_enc.masked_fill_(gone, 0)
     return gone
-
-
-@torch.no_grad()
-def balance_norms(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes, and the decoder by the inverse, to one norm of encoder and decoder: the factor, None if one
-    of them is zero.
-
-    Otherwise a penalty shrinks the codes in each encoder step, the decoder step compensates, and Adam's steps become
-    large compared to the encoder. It keeps `LEAST_SIZE` of its norm at the start, so that biases can silence codes.
-    """
-    norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
-    assert Delta is not None
-    tiny = torch.finfo(dictionary.W_enc.dtype).tiny
-    square = dictionary.c or Delta.norm().item() / max(norm, tiny)
-    if not 0 < square < math.inf or not norm:
-        return None
-    factor = max(math.sqrt(square), LEAST_SIZE * size / norm)
-    rescaled = dictionary.activation.rescaled(dictionary.activation_parameters, factor)
-    dictionary.W_enc.mul_(factor)
-    dictionary.b_enc.mul_(factor)
-    for name, value in rescaled.items():
-        getattr(dictionary, name).copy_(value)
-    dictionary.c /= factor**2
-    Delta.div_(factor)
-    return factor
