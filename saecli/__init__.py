@@ -22,6 +22,7 @@ TYPE_CHECKING = False  # true to a type checker, which then knows exactly these 
 if TYPE_CHECKING:
     from .base.errors import SaeError as SaeError
     from .extract.extraction import extract as extract
+    from .extract.spliced import spliced as spliced
     from .geometry.geometry import geometry as geometry
     from .measure.controls import controls as controls
     from .measure.evaluate import compare as compare
@@ -64,6 +65,7 @@ __version__ = "0.1.0"
 _NAMES = {  # by module
     "base.errors": ["SaeError"],
     "extract.extraction": ["extract"],
+    "extract.spliced": ["spliced"],
     "geometry.geometry": ["geometry"],
     "measure.controls": ["controls"],
     "measure.evaluate": ["compare", "evaluate", "sparsity"],

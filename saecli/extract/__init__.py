@@ -12,5 +12,6 @@ forward.py          blocks through the model; filling several stores in one pass
 requests.py         which stores are asked for, and their hashes
 extraction.py       saecli.extract, by one process or by ranks; rows for training without a store
 splice.py           where an SAE acts in a model, and the windows to run it over
+spliced.py          saecli.spliced: SAEs in the forward passes of a loaded model; their codes, edited
 passes.py           forward passes in parts; CE and KL with an SAE in place of the activations
 """

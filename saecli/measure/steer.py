@@ -14,9 +14,9 @@ Sources: Turner et al., "Steering Language Models With Activation Engineering" (
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +26,12 @@ from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, counted, unknown_choice
 from ..base.home import Home
-from ..extract.language_model import LanguageModel, blocks_of, intercepted
+from ..extract.language_model import LanguageModel
 from ..extract.model_source import find_model
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
+from ..extract.spliced import Splice, splices
 from ..extract.tokenizer import TokenTexts, affixes, special_ids
-from ..extract.tokens import continuation, first_tokens
+from ..extract.tokens import continuation
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
@@ -188,70 +189,16 @@ def steering(
 
 @contextmanager
 def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -> Iterator[None]:
-    config = cast(Any, model.config).get_text_config()
-    name = getattr(config, "name_or_path", "") or type(model).__name__
-    sae_at = change.hooked
-    sae_at.check(config.hidden_size, config.num_hidden_layers, name)
-    _, blocks = blocks_of(model, config.num_hidden_layers, name)
-    device = next(model.parameters()).device
-    if special is None:
-        ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
-        special = (
-            np.hstack([[], *(token for token in ids if token is not None)]).astype(int).tolist()
-        )
-    hooks = _Hooks(change, device, special)
-    read, written = sae_at.read, sae_at.written
-    with ExitStack() as opened:
-        opened.callback(model.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
-        if read != written:
-            opened.enter_context(intercepted(blocks[read.layer], read.site, hooks.read, blocks))
-        opened.enter_context(intercepted(blocks[written.layer], written.site, hooks.write, blocks))
+    def change_codes(z: Tensor) -> Tensor:
+        scales = torch.tensor(change.scales).to(z)
+        added = change.method == "add"
+        z[..., change.latents] = z[..., change.latents] + scales if added else scales
+        return z
+
+    # With the error constant, the gradient of what comes before would pass through the codes alone.
+    splice = Splice(change.hooked, change_codes, error=True, constant=False)
+    with splices(model, [splice], special):
         yield
-
-
-class _Hooks:
-    """Called in each forward pass, in this order."""
-
-    def __init__(self, change: _Change, device: torch.device, special: Sequence[int]) -> None:
-        self.change, self.device = change, device
-        self.sae = change.hooked.sae.copy_to(device)
-        self.special = torch.tensor(sorted(special), dtype=torch.int64, device=device)
-        self.changed = torch.empty(0, 0, dtype=torch.bool)  # (B, T), which tokens are
-        self.x: Tensor | None = None  # (B, T, D); None for an SAE that reads where it writes
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the tokens whose activations are changed."""
-        token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
-        if token_ids is None:
-            shape = kwargs["inputs_embeds"].shape[:2]
-            self.changed = torch.ones(shape, dtype=torch.bool, device=self.device)
-        else:
-            self.changed = ~torch.isin(token_ids.to(self.device), self.special)
-        self.changed[first_tokens(self.changed, kwargs)] = False
-        self.x = None
-
-    def read(self, x: Tensor) -> Tensor:
-        self.x = x.clone()  # a model may add to it in place
-        return x
-
-    def write(self, y: Tensor) -> Tensor:
-        """The activations, (B, T, E), with the change of codes decoded and added."""
-        sae_at = self.change.hooked
-        read, written = sae_at.read, sae_at.written
-        x = y if read == written else self.x
-        if x is None:
-            raise ConfigError(
-                f"cannot steer {sae_at.name}: it reads layer {read.layer}, {read.site} after layer "
-                f"{written.layer}, {written.site}, which it predicts; name another run"
-            )
-        W_dec = self.sae.W_dec[self.change.latents]  # (S, E)
-        steps = torch.tensor(self.change.scales).to(W_dec)
-        if self.change.method != "add":
-            codes = self.sae.encode(x[self.changed.to(x.device)].to(W_dec))  # (N, F)
-            steps = steps - codes[:, self.change.latents]  # (N, S)
-        steered = y.clone()
-        steered[self.changed.to(y.device)] += (steps @ W_dec).to(y)
-        return steered
 
 
 def steer(

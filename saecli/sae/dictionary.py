@@ -247,9 +247,10 @@ class Dictionary(Module, ABC):
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
 
-    def decode(self, z: Tensor) -> Tensor:
-        """The predictions, (..., E), of codes, (..., F); a skip's part is left out."""
-        y_hat = torch.addmm(self.b_dec, self._rows("decode", z, self.d_sae), self.decoder())
+    def decode(self, z: Tensor, x: Tensor | None = None) -> Tensor:
+        """The predictions, (..., E), of codes, (..., F); a skip's part is left out unless `x`, (..., D), is given."""
+        base = self.b_dec if x is None else self._base(self._rows("decode", x, self.d_in))
+        y_hat = torch.addmm(base, self._rows("decode", z, self.d_sae), self.decoder())
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
 
     def forward(self, x: Tensor) -> Tensor:
