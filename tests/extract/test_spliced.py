@@ -191,6 +191,41 @@ def test_gradients_of_codes_are_finite_differences_with_the_error_constant(
     handle.remove()
 
 
+@torch.no_grad()
+def test_a_transcoder_with_a_skip_takes_the_mlps_place(llama: Any):
+    sae, seen, mlp = at(MLP, TopK(k=3), skip=True), [], block(llama, 1).mlp
+
+    def instead(y: Tensor) -> Tensor:
+        return sae.encode(seen[-1]) @ sae.W_dec + sae.b_dec + seen[-1] @ sae.W_skip
+
+    def double(module: nn.Module, args: tuple[Tensor]) -> None:
+        """In place, as some models add to activations."""
+        args[0].mul_(2)
+
+    first = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    last = mlp.register_forward_pre_hook(double)
+    with hooked(mlp, at_texts(instead)):
+        expected = llama(prompt()).logits
+    first.remove()
+    last.remove()
+    with saecli.spliced(llama, sae, error=False) as codes:
+        last = mlp.register_forward_pre_hook(double)
+        found = llama(prompt()).logits
+        last.remove()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(codes[0], sae.encode(seen[-1]))
+
+
+def test_codes_of_another_text_are_patched_in_and_stay_the_users(llama: Any):
+    with torch.no_grad(), saecli.spliced(llama, at(MIDDLE)) as codes:
+        llama(prompt().flip(0))
+    others = codes[0]
+    with saecli.spliced(llama, at(MIDDLE), change=lambda z: others) as patched:
+        objective(llama(prompt()).logits).backward()
+    assert torch.equal(patched[0], others) and patched[0].grad.abs().sum() > 0
+    assert others.grad is None and not others.requires_grad
+
+
 def test_several_saes_are_changed_each_by_its_own_function_and_keyed_as_given(
     llama: Any, tmp_path: Path
 ):
