@@ -5,6 +5,7 @@ texts.py            documents: of files, of datasets of the hub, of a mixture of
 tokenizer.py        special tokens around a text, messages through a chat template, token ids as text
 windows.py          documents to windows of tokens, windows to blocks
 model_source.py     where a model is: bundled, a folder, a GGUF file, the hub
+model_objects.py    a model and a tokenizer that the user has loaded
 language_model.py   a loaded model, without blocks not needed; hooks at sites of a block
 reads.py            how strongly later blocks read each dimension
 tokens.py           continuations, tokens that a direction promotes

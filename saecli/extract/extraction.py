@@ -38,7 +38,7 @@ from .options import (
     ModelDtype,
     at_revisions,
 )
-from .requests import StoreRequest, demand_same_tokens, store_requests
+from .requests import StoreRequest, demand_same_tokens, layers_of, store_requests
 from .texts import STDLIB_DOCS, Document, Mixture
 from .tokenizer import Chats, known_text
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
+ModelLike = str | torch.nn.Module  # a name, or a loaded model
 LEAST_AHEAD = 1 << 12  # tokens per block
 # Parameters times tokens per block, for larger models: about a minute on two cores. A kill loses the current block.
 WORK_AHEAD = 1 << 42
@@ -54,13 +55,17 @@ WORK_AHEAD = 1 << 42
 
 @overload
 def extract(
-    model: str | None = None, *, layer: int | None = None, site: str = "resid_post", **options: Any
+    model: ModelLike | None = None,
+    *,
+    layer: int | None = None,
+    site: str = "resid_post",
+    **options: Any,
 ) -> ActivationStore: ...
 
 
 @overload
 def extract(  # type: ignore[overload-overlap]  # else a list
-    model: str | list[str] | None = None,
+    model: ModelLike | list[ModelLike] | None = None,
     *,
     layer: int | Sequence[int] | Literal["all"] | None = None,
     site: str | Sequence[str] = "resid_post",
@@ -69,7 +74,7 @@ def extract(  # type: ignore[overload-overlap]  # else a list
 
 
 def extract(
-    model: str | list[str] | None = None,
+    model: ModelLike | list[ModelLike] | None = None,
     *,
     layer: int | Sequence[int] | Literal["all"] | None = None,
     site: str | Sequence[str] = "resid_post",
@@ -86,7 +91,9 @@ def extract(
 
     Args:
         model: hub id, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is bundled; an id may end
-            in @ and a branch, tag or commit.
+            in @ and a branch, tag or commit. Or a model of transformers that is loaded, with its `tokenizer` among the
+            options: it is read as it is, on its device, without dropout, and recognised by its weights, so that
+            an interrupted store is resumed by the same weights alone.
         layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
             or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
             for row.
@@ -96,8 +103,10 @@ def extract(
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
         **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
     """
+    from .model_objects import in_eval_mode, loaded_sources
     from .model_source import find_model  # transformers takes seconds to import
 
+    tokenizer = options.pop("tokenizer", None)
     demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
     sites = [site] if isinstance(site, str) else site
     for wanted in sites:
@@ -107,19 +116,22 @@ def extract(
         raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     if name is not None:
         checked_name(name)
-    models = [model] if isinstance(model, str) else model or [ExtractConfig.model]
-    options["model"] = models[0]
+    models: list[Any] = (
+        model if isinstance(model, list) and model else [model or ExtractConfig.model]
+    )
+    given = loaded_sources(models, tokenizer, options.keys(), device)
+    options["model"] = given[0].id if given else models[0]
     listener = listening(progress) if isinstance(progress, bool) else progress
     processes = communicator()
     with note_when_stopped(listener) as folders:
         torch_device = device_named(device)
         config, source, text = resolved(
-            ExtractConfig(**options), options.keys(), torch_device, processes
+            ExtractConfig(**options), options.keys(), torch_device, processes, *given[:1]
         )
-        specs = at_revisions(models, config.model_revision) or []
-        sources = [source, *map(find_model, specs[1:])]
+        specs = [] if given else at_revisions(models, config.model_revision) or []
+        sources = [source, *given[1:], *map(find_model, specs[1:])]
         demand_same_tokens(sources, config, listener.note)
-        layers = _layers(layer, source)
+        layers = layers_of(layer, source)
         requests = store_requests(config, sources, text, layers, sites, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
         finished = processes.broadcast_object(
@@ -138,7 +150,8 @@ def extract(
                 LanguageModel(each, torch_device, dtype=config.model_dtype, last=last)
                 for each in sources
             ]
-            write_stores(Extraction(config, loaded, text, listener, processes), requests)
+            with in_eval_mode([each.model for each in given]):
+                write_stores(Extraction(config, loaded, text, listener, processes), requests)
         stores = [ActivationStore.open(request.folder) for request in requests]
         _demand_same_rows(stores)
         if processes.is_main:
@@ -154,14 +167,6 @@ def extract(
     return stores if several else stores[0]
 
 
-def _layers(layer: int | Sequence[int] | str | None, source: "ModelSource") -> Sequence[int]:
-    if isinstance(layer, int):
-        return [layer]
-    if isinstance(layer, str):
-        return range(source.layers)
-    return layer or [source.default_layer()]
-
-
 def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:
     """Resumed with another batch size, a row within rounding of overflow may be dropped from one store alone."""
     ends = [[shard.resume.position for shard in store.meta.shards] for store in stores]
@@ -174,15 +179,19 @@ def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:
 
 
 def resolved(
-    config: ExtractConfig, given: Set[str], device: torch.device, processes: Communicator
+    config: ExtractConfig,
+    given: Set[str],
+    device: torch.device,
+    processes: Communicator,
+    source: "ModelSource | None" = None,
 ) -> tuple[ExtractConfig, "ModelSource", Mixture]:
     """The options without `auto` and None, where the model is, and the text, pinned; `given` names the options that
-    the user set."""
+    the user set, and `source` is of a loaded model."""
     from .model_source import find_model
 
     text = config.text(given)
     revision = config.model_revision[0] if config.model_revision else None
-    source = find_model(config.model, revision)
+    source = source or find_model(config.model, revision)
     config = replace(
         config,
         context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),

@@ -26,9 +26,10 @@ from transformers.utils import logging
 from ..base.devices import moved
 from ..base.errors import ConfigError, ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
+from .model_objects import LoadedSource
 from .model_source import UNLOADABLE, ModelSource, dense, explained, no_tokenizer, place_of
 from .options import HookPoint
-from .reads import norm_factors, weights_read
+from .reads import loaded_norm_factors, norm_factors, weights_read
 
 Taken = TypeVar("Taken")
 PROBED = 16  # tokens
@@ -61,6 +62,8 @@ class LanguageModel:
         dtype: see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
         last: the last layer to load, where that is safe; None for all.
+
+    A `LoadedSource` is taken as it is, with its head, dtype and device.
     """
 
     def __init__(
@@ -73,6 +76,10 @@ class LanguageModel:
         last: int | None = None,
     ) -> None:
         self.source, self.device = source, device
+        self._random = weights_seed is not None
+        if isinstance(source, LoadedSource):
+            self._take(source)
+            return
         settings: dict[str, Any] = {
             "dtype": getattr(torch, source.dtype_on(device, dtype)),
             "trust_remote_code": False,
@@ -100,15 +107,26 @@ class LanguageModel:
         finally:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
-        if not hasattr(self.model.get_input_embeddings(), "weight"):
-            raise ModelError(
-                f"{source.name} reads no tokens: expected a causal language model, got a "
-                f"{type(self.model).__name__}; use another model"
-            )
-        self.size, self._outline, self._random = outline.size, outline, weights_seed is not None
+        self._demand_tokens()
+        self.size, self._path, self._all_blocks = outline.size, outline.path, outline.blocks
         self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
         if head:
             self._demand_causal()
+
+    def _take(self, source: LoadedSource) -> None:
+        self.model, self.tokenizer = source.model, source.tokenizer
+        self._demand_tokens()
+        self.device = self.model.get_input_embeddings().weight.device
+        self._path, self.blocks = blocks_of(self.model, source.layers, source.name)
+        self._all_blocks = self.blocks
+        self.size = sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _demand_tokens(self) -> None:
+        if not hasattr(self.model.get_input_embeddings(), "weight"):
+            raise ModelError(
+                f"{self.source.name} reads no tokens: expected a causal language model, got a "
+                f"{type(self.model).__name__}; use another model"
+            )
 
     @torch.no_grad()
     def _demand_causal(self) -> None:
@@ -217,7 +235,7 @@ class LanguageModel:
         self, layer: int, site: str, replace: Callable[[Tensor], Tensor]
     ) -> AbstractContextManager[None]:
         """`intercepted` at a site of one of its blocks."""
-        return intercepted(self.blocks[layer], site, replace, self._outline.blocks)
+        return intercepted(self.blocks[layer], site, replace, self._all_blocks)
 
     def reads(self, point: HookPoint) -> Tensor | None:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
@@ -227,7 +245,9 @@ class LanguageModel:
 
     @cached_property
     def _norm_factors(self) -> dict[int, list[Tensor]]:
-        return norm_factors(self._outline.blocks, self._outline.path, self.source.location)
+        if isinstance(self.source, LoadedSource):
+            return loaded_norm_factors(self.blocks)
+        return norm_factors(self._all_blocks, self._path, self.source.location)
 
 
 def _with_head(source: ModelSource) -> Any:
@@ -298,6 +318,8 @@ class Reached(Exception):  # noqa: N818 - not an error
 
 
 def load_tokenizer(source: ModelSource) -> Any:
+    if isinstance(source, LoadedSource):
+        return source.tokenizer
     try:
         with place_of(source.location) as (place, chosen):
             tokenizer = AutoTokenizer.from_pretrained(

@@ -68,6 +68,18 @@ def norm_factors(blocks: nn.ModuleList, path: str, location: str) -> dict[int, l
     return factors
 
 
+@torch.no_grad()
+def loaded_norm_factors(blocks: nn.ModuleList) -> dict[int, list[Tensor]]:
+    """The same of blocks with their weights."""
+    return {
+        layer: [
+            _factor(norm, norm.weight.float()).cpu()
+            for norm in (getattr(block, name) for name in reading_norms(block))
+        ]
+        for layer, block in enumerate(blocks)
+    }
+
+
 def reading_norms(block: nn.Module) -> list[str]:
     """Names of a block's norms whose input is the residual stream."""
     first = [name for name in BEFORE_ATTENTION if hasattr(block, name)]

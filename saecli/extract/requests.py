@@ -125,6 +125,15 @@ def store_requests(
     return requests
 
 
+def layers_of(layer: int | Sequence[int] | str | None, source: "ModelSource") -> Sequence[int]:
+    """The layers that a user names: a number, several, "all", or None for the middle one."""
+    if isinstance(layer, int):
+        return [layer]
+    if isinstance(layer, str):
+        return range(source.layers)
+    return layer or [source.default_layer()]
+
+
 def _points(
     models: Sequence["ModelSource"], layers: Sequence[int], sites: Sequence[str]
 ) -> list[HookPoint]:

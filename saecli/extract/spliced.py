@@ -14,7 +14,7 @@ Shapes: B texts, T tokens of a forward pass, D = d_in, E = d_out, F = d_sae.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from ..base.home import Home
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 from .language_model import blocks_of, intercepted
+from .model_objects import text_config
 from .options import HookPoint
 from .splice import Hooked, hooked
 from .tokens import first_tokens
@@ -118,12 +119,7 @@ def splices(
 ) -> Iterator[None]:
     """While open, SAEs act in the forward passes of a model: not at `special` tokens, by default its BOS, EOS and
     padding, and not at the first token of a text, unless `everywhere`."""
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise ConfigError(
-            f"the model must be one of transformers, loaded, got {type(model).__name__}; give what "
-            "from_pretrained returns"
-        )
-    config = cast(Any, model.config).get_text_config()
+    config = text_config(model)
     name = getattr(config, "name_or_path", "") or type(model).__name__
     for part in parts:
         part.at.check(config.hidden_size, config.num_hidden_layers, name)

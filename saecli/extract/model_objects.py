@@ -1,0 +1,136 @@
+"""A language model and a tokenizer that the user has loaded, in place of a model's name."""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import ConfigError
+from ..sae.dictionary import name_of
+from ..store.schema import hash_request
+from .model_source import ModelSource
+
+# What a configuration and a tokenizer say that changes no row.
+UNREAD = ("_name_or_path", "transformers_version", "architectures", "use_cache")
+PER_CALL = ("padding", "truncation")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedSource(ModelSource):
+    """A loaded model; its content is the hash of its weights and configuration, and of its tokenizer."""
+
+    model: Any = None
+    tokenizer: Any = None
+
+    @property
+    def id(self) -> str:
+        """What its configuration was loaded from, of a folder the whole path, else the name of its class."""
+        return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return super().origin | {"loaded": type(self.model).__name__}
+
+    def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
+        return name_of(next(self.model.parameters()).dtype)
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model, or of its part that reads text; ConfigError if it is none of transformers."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ConfigError(
+            f"the model must be one of transformers, loaded, got {type(model).__name__}; give what "
+            "from_pretrained returns"
+        )
+    return model.config.get_text_config()
+
+
+def loaded_sources(
+    models: Sequence[Any], tokenizer: Any, options: Collection[str], device: str
+) -> list[LoadedSource]:
+    """The loaded models with their tokenizer; none if models are given by name. ConfigError for a mixture, or for an
+    option, or a device, that does nothing."""
+    by_name = [model for model in models if isinstance(model, str)]
+    if 0 < len(by_name) < len(models):
+        raise ConfigError(
+            f"models must be all loaded, or all named, got {by_name[0]} among loaded ones"
+        )
+    if by_name:
+        if tokenizer is not None:
+            raise ConfigError(
+                f"tokenizer does nothing with {by_name[0]}, which has its own; leave it out"
+            )
+        return []
+    idle = [name for name in ("model_revision", "model_dtype") if name in options]
+    if device != "auto":
+        idle.append("device")
+    if idle:
+        raise ConfigError(
+            f"{idle[0]} does nothing with a loaded model, which is read as it is; leave it out"
+        )
+    return [_loaded_source(model, tokenizer) for model in models]
+
+
+def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
+    """Cost: hashes the weights, about 1 GB/s."""
+    text_config(model)
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"a loaded model must be on one device, got weights on {' and '.join(sorted(devices))}; load "
+            "it without device_map, or on one GPU"
+        )
+    if not callable(getattr(tokenizer, "get_vocab", None)):
+        raise ConfigError(
+            f"tokenizer must be the loaded model's, got {type(tokenizer).__name__}; give what "
+            "AutoTokenizer.from_pretrained returns"
+        )
+    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+    content = hash_request({"weights": _weights_hash(model), **_settings(model, tokenizer)})
+    return LoadedSource(name, "", None, model.config, content, model=model, tokenizer=tokenizer)
+
+
+@torch.no_grad()
+def _weights_hash(model: nn.Module) -> str:
+    digest = sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _settings(model: Any, tokenizer: Any) -> dict[str, Any]:
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return {
+        "config": {key: value for key, value in config.items() if key not in UNREAD},
+        "tokens": _rules(tokenizer),
+        "special": {key: str(token) for key, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+    }
+
+
+def _rules(tokenizer: Any) -> dict[str, Any]:
+    """How a tokenizer cuts texts, or of one in Python its vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer.get_vocab()
+    return {key: rule for key, rule in json.loads(backend.to_str()).items() if key not in PER_CALL}
+
+
+@contextmanager
+def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
+    """While open, models have no dropout; after it, each module is in the mode that it had."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

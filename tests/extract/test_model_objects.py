@@ -1,0 +1,141 @@
+"""`saecli.extract` of a loaded model and tokenizer: the rows of the same model by name, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from storing import assert_same_pass
+from tiny_models import CONFIGS, save_model, stored
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import saecli
+from saecli.extract import extraction
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import read_meta
+
+TEXT = "\n\n".join(
+    " ".join("abcdefghijk"[n % 5 : n % 5 + 3 + n % 4] for n in range(30, 60 + n)) for n in range(60)
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> dict[str, Any]:
+    """The options of an extraction."""
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return {"dataset": (str(file),), "context": 16, "dtype": "float32", "home": tmp_path / "home"}
+
+
+def opened(folder: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rows_are_those_of_the_model_by_name(tmp_path: Path, text: dict[str, Any], kind: str):
+    folder = save_model(tmp_path / kind, kind)
+    model, tokenizer = opened(folder)
+    tokenizer(["a", "a b"], padding=True)  # which the tokenizer remembers
+    model.train()
+    options = {"layer": 1, "rows": 2000, **text}
+    by_name = saecli.extract(str(folder), name="named", **options)
+    by_object = saecli.extract(model, tokenizer=tokenizer, name="loaded", **options)
+    assert isinstance(by_object, ActivationStore) and not by_object.cached
+    assert_same_pass(by_object.path, by_name.path, but_for=("source", "request_hash"))
+    named, loaded = read_meta(by_name.path), read_meta(by_object.path)
+    assert loaded.source["model"] == named.source["model"] == str(folder)
+    assert loaded.source["loaded"] == type(model).__name__ and "loaded" not in named.source
+    assert loaded.reads == named.reads and (loaded.reads or kind == "gemma2")
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    again = saecli.extract(model, tokenizer=AutoTokenizer.from_pretrained(folder), **options)
+    assert not again.cached and Path(again.path).name.startswith(f"{kind}-l1-resid_post-")
+    same = saecli.extract(opened(folder)[0], tokenizer=tokenizer, **options)
+    assert same.cached and same.path == again.path
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] += 1
+    other = saecli.extract(model, tokenizer=tokenizer, **options)
+    assert not other.cached and other.path != again.path
+    with pytest.raises(saecli.SaeError, match="made from something else"):
+        saecli.extract(model, tokenizer=tokenizer, name="loaded", **options)
+
+
+def test_an_interrupted_store_is_resumed_by_the_same_weights_alone(
+    tmp_path: Path, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(extraction, "LOOK_AHEAD", 256)  # tokens per block, so that some are stored
+    folder = save_model(tmp_path / "llama", "llama")
+    model, tokenizer = opened(folder)
+    options = {"tokenizer": tokenizer, "layer": 1, "rows": 2000, "shard_rows": 100, **text}
+    options["batch_size"] = 5
+    whole = saecli.extract(model, name="whole", **options)
+    passes: list[int] = []
+
+    def stop(module: Any, args: tuple) -> None:
+        passes.append(1)
+        if len(passes) == 20:
+            raise KeyboardInterrupt
+
+    handle = model.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        saecli.extract(model, name="stopped", **options)
+    handle.remove()
+    begun = text["home"] / "activations" / "stopped"
+    assert 0 < ActivationStore.open(begun).rows < whole.rows
+    other, _ = opened(folder)
+    other.lm_head.weight.data[0] += 1
+    with pytest.raises(saecli.SaeError, match="made from something else"):
+        saecli.extract(other, name="stopped", **options)
+    resumed = saecli.extract(opened(folder)[0], name="stopped", **options)
+    assert_same_pass(resumed.path, whole.path)
+
+
+def test_several_loaded_models_fill_stores_of_the_same_tokens(tmp_path: Path, text: dict[str, Any]):
+    folders = [save_model(tmp_path / name, "llama") for name in ("base", "chat")]
+    (base, tokenizer), (chat, _) = map(opened, folders)
+    options = {"tokenizer": tokenizer, "layer": [0, 2], "rows": 500, **text}
+    with pytest.raises(saecli.SaeError, match=r"names .* twice"):
+        saecli.extract([base, base], **options)
+    with torch.no_grad():
+        chat.get_input_embeddings().weight.add_(0.1)
+    stores = saecli.extract([base, chat], **options)
+    assert [store.meta.source["model"] for store in stores] == [str(folders[0])] * 2 + [
+        str(folders[1])
+    ] * 2
+    alone = saecli.extract(chat, **{**options, "layer": 2})
+    np.testing.assert_allclose(
+        stored(stores[3].path)[0], stored(alone.path)[0], rtol=1e-5, atol=1e-5
+    )
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_dtype": "bfloat16"}, "model_dtype does nothing with a loaded model"),
+    ({"model_revision": "main"}, "model_revision does nothing with a loaded model"),
+    ({"device": "cpu"}, "device does nothing with a loaded model"),
+    ({"tokenizer": None}, "tokenizer must be the loaded model's, got NoneType"),
+    ({"tokenizer": "gpt2"}, "tokenizer must be the loaded model's, got str"),
+    ({"model": torch.nn.Linear(2, 2)}, "must be one of transformers, loaded, got Linear"),
+    ({"model": "tiny-gemma2"}, "tokenizer does nothing with tiny-gemma2, which has its own"),
+    ({"context": 1000}, "takes windows of at most"),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), REFUSED)
+def test_what_a_loaded_model_cannot_be_given_is_refused(
+    tmp_path: Path, text: dict[str, Any], changed: dict[str, Any], sentence: str
+):
+    model, tokenizer = opened(save_model(tmp_path / "gpt2", "gpt2"))
+    options = {"model": model, "tokenizer": tokenizer, "rows": 100, **text, **changed}
+    with pytest.raises(saecli.SaeError, match=sentence):
+        saecli.extract(**options)
+
+
+def test_models_are_all_loaded_or_all_named_and_each_on_one_device(tmp_path: Path, text: dict):
+    model, tokenizer = opened(save_model(tmp_path / "gpt-neox", "gpt-neox"))
+    options = {"tokenizer": tokenizer, "rows": 100, **text}
+    with pytest.raises(saecli.SaeError, match="must be all loaded, or all named, got tiny-gemma2"):
+        saecli.extract([model, "tiny-gemma2"], **options)
+    model.get_output_embeddings().to("meta")
+    with pytest.raises(saecli.SaeError, match="on one device, got weights on cpu and meta"):
+        saecli.extract(model, **options)
