@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .measure.export import export as export
     from .measure.export import push as push
     from .measure.probes import probe as probe
+    from .measure.read import read as read
     from .measure.refit import refit as refit
     from .measure.stability import stability as stability
     from .measure.steer import steer as steer
@@ -71,6 +72,7 @@ _NAMES = {  # by module
     "measure.evaluate": ["compare", "evaluate", "sparsity"],
     "measure.export": ["export", "push"],
     "measure.probes": ["probe"],
+    "measure.read": ["read"],
     "measure.refit": ["refit"],
     "measure.stability": ["stability"],
     "measure.steer": ["steer", "steering"],

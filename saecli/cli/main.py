@@ -26,6 +26,7 @@ COMMANDS = {
     "sparsity": "Show how often latents fire, and which are silent or dense.",
     "geometry": "Measure the spline: cells, power diagram, margins, k-means and local PCA.",
     "probe": "Compare sparse probes on latents with dense probes on activations.",
+    "read": "Show the latents that fire on a prompt, token by token.",
     "steer": "Generate text with SAE latents steered, next to unsteered text.",
     "report": "Write HTML pages of latents, to be opened from disk.",
     "export": "Write a run in another library's format.",

@@ -432,9 +432,9 @@ class Session:
 
 
 def start(ctx: typer.Context, new: Path | None = None) -> Session:
-    """Begin a command. ConfigError if a path of `--plot` or `--csv` cannot be written, or the folder `new` holds
-    something."""
-    plot, csv = ctx.params.get("plot"), ctx.params.get("csv")
+    """Begin a command. ConfigError if a path of `--plot`, `--csv` or `--html` cannot be written, or the folder `new`
+    holds something."""
+    plot, csv, html = (ctx.params.get(name) for name in ("plot", "csv", "html"))
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 
@@ -446,7 +446,7 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
     if new is not None:
         existing = next(folder for folder in (new, *new.absolute().parents) if folder.is_dir())
         _demand_writable(existing / "index.html")
-    for path in (plot, csv):
+    for path in (plot, csv, html):
         if path is not None:
             _demand_writable(Path(path))
     given = {name for name in ctx.params if is_given(ctx, name)}

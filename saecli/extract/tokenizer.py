@@ -26,6 +26,8 @@ SHAREGPT = {"human": "user", "gpt": "assistant"}
 # For templates that name today's, as Llama's do: rows must not depend on the day.
 DATE = "26 Jul 2024"
 OTHER = "\ue000"  # a content unlike any other
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
+LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
 
 
 class Affixes(NamedTuple):
@@ -128,6 +130,24 @@ class TokenTexts:
             for ids in (self._before, [*self._before, *tokens])
         )
         return whole[len(head) :]
+
+
+def characters(texts: Any, tokens: Sequence[int]) -> list[tuple[str, int]]:
+    """The pieces of text that tokens make, and the number of tokens in each: one, unless a character spans several;
+    `texts` are `TokenTexts`, or have the same two methods."""
+    groups: list[list[int]] = []
+    broken = False  # whether the last group may go on
+    for token in tokens:
+        part = BROKEN in texts[token]
+        if part and broken:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+        broken = part and len(groups[-1]) < LONGEST_CHARACTER and BROKEN in texts.joined(groups[-1])
+    return [
+        (texts[group[0]] if len(group) == 1 else texts.joined(group), len(group))
+        for group in groups
+    ]
 
 
 class Chats:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..base.console import Listener
+from ..base.console import Listener, Silent
 from ..base.devices import batches_on, device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
@@ -326,6 +326,19 @@ class ChosenRows:
         if not names:
             self.listener.warn(f"{subject.name} does not name its store: taking the newest")
         return open_joined(self.home, names, subject.target, self.listener)
+
+
+def own_rows(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Measured | None:
+    """An SAE, from `open_sae`, with all rows of the stores that it was trained on; None where one is missing, or no
+    longer fits."""
+    subject, _ = opened
+    names = [name for name in (subject.data, *subject.beside, subject.target) if name]
+    if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
+        return None
+    try:
+        return ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
+    except ConfigError:  # a store made anew under the name may have other rows, or no targets
+        return None
 
 
 def held_out(measured: Measured) -> Measured:

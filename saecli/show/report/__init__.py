@@ -66,15 +66,21 @@ def write_pages(
         for number, content in enumerate(details):
             script = f"saeLatents({number},{as_script(content)});\n"
             (temporary / DETAILS / f"{number:05}.js").write_text(script, encoding="utf-8")
-        parts = {
-            "title": html.escape(title),
-            "style": _asset("style.css"),
-            "script": "\n".join(map(_asset, SCRIPTS)),
-            "data": as_script(overview),
-        }
-        # In one pass, so that nothing in a part is taken for a mark.
-        page = re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], _asset(INDEX))
+        page = page_of("report", title, SCRIPTS, overview)
         (temporary / INDEX).write_text(page, encoding="utf-8")
+
+
+def page_of(command: str, title: str, scripts: Iterable[str], data: Any) -> str:
+    """A page of a command with everything in it: the reports' style, scripts of theirs, and the data that they draw."""
+    parts = {
+        "command": command,
+        "title": html.escape(title),
+        "style": _asset("style.css"),
+        "script": "\n".join(map(_asset, scripts)),
+        "data": as_script(data),
+    }
+    # In one pass, so that nothing in a part is taken for a mark.
+    return re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], _asset(INDEX))
 
 
 def _asset(name: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...base.console import Listener
-from ...extract.tokenizer import ROLES
+from ...extract.tokenizer import ROLES, characters
 from ...measure.latents import NOT_STORED, Survey, bin_edges
 from ...measure.measured import Measured
 from ...measure.stability import neighbours
@@ -109,8 +109,6 @@ LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's l
 SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
 SHORT = 24  # letters of a token in the table
 LISTED_TOKENS = 4
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
-LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
 
 
 class TokenNumbers:
@@ -254,7 +252,7 @@ class Details:
             return {"code": float(row["code"][0]), "row": int(row["number"])}
         length = int((row["token"] >= 0).sum())
         codes = np.rint(row["code"] / scale).astype(int)[:length]
-        pieces = self._pieces(row["token"][:length].tolist())
+        pieces = characters(self.texts, row["token"][:length].tolist())
         begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
         shown = [max(part.tolist(), key=abs) for part in np.split(codes, begins[1:])]
         roles = row["role"][begins].astype(int) if "role" in row else np.empty(0, int)
@@ -273,26 +271,6 @@ class Details:
             "gaps": np.flatnonzero(row["gap"][begins]).tolist(),
             "roles": changes,
         }
-
-    def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """An excerpt's pieces of text, and the number of tokens in each: one, unless a character spans several."""
-        groups: list[list[int]] = []
-        broken = False  # whether the last group may go on
-        for token in tokens:
-            part = BROKEN in self.texts[token]
-            if part and broken:
-                groups[-1].append(token)
-            else:
-                groups.append([token])
-            broken = (
-                part
-                and len(groups[-1]) < LONGEST_CHARACTER
-                and BROKEN in self.texts.joined(groups[-1])
-            )
-        return [
-            (self.texts[group[0]] if len(group) == 1 else self.texts.joined(group), len(group))
-            for group in groups
-        ]
 
     def _peaks(self, index: int) -> list[str]:
         """The texts at the peaks of a latent's examples."""

@@ -1,0 +1,113 @@
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..base.errors import ConfigError
+from .options import Device, Json, Layer, Model, Run, Site, start
+
+Prompt = Annotated[str | None, typer.Option(help="Read this text.", show_default="none")]
+TextFile = Annotated[
+    Path | None, typer.Option(help="Read the text in this UTF-8 file.", show_default="none")
+]
+ChatFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Read the chat in this file, a JSON list of messages with role and content, through the model's chat "
+        "template.",
+        show_default="none",
+    ),
+]
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        help="List the latents whose largest codes differ most from those on this text.",
+        show_default="none",
+    ),
+]
+Top = Annotated[
+    int, typer.Option(min=1, help="Latents to list for the text, and at most for each token.")
+]
+Latent = Annotated[
+    int | None,
+    typer.Option(
+        help="Show the text coloured by this latent's codes, from 0.", show_default="none"
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        help="Write a page here: the text coloured, with each token's latents under the pointer.",
+        show_default="none",
+    ),
+]
+
+
+def command(
+    ctx: typer.Context,
+    run: Run = None,
+    prompt: Prompt = None,
+    text: TextFile = None,
+    chat: ChatFile = None,
+    compare: Compare = None,
+    top: Top = 10,
+    latent: Latent = None,
+    html: Html = None,
+    model: Model = None,
+    layer: Layer = None,
+    site: Site = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Show the latents that fire on a prompt, token by token.
+
+    Then lists the strongest latents: the largest code and its token, the number of tokens that each fires on, and how
+    often it fires in the run's store. A transcoder's codes are of what it reads.
+
+    Special tokens (BOS, a chat's control tokens) and a text's first token, the attention sink where there is no BOS,
+    have no codes. A text over 4,096 tokens, or over the model's limit, is read in windows of that length.
+
+    Example: sae read first --prompt "Once upon a time"
+    """
+    given = {"--prompt": prompt, "--text": text, "--chat": chat}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ConfigError(
+            f"expected one of --prompt, --text and --chat, got {' and '.join(names) or 'none'}; name one"
+        )
+    from ..measure.read import read
+    from ..show.prompts import coloured, prompt_tables, write_prompt_page
+
+    session = start(ctx)
+    words: Any = _messages(chat) if chat else prompt if text is None else _contents(text)
+    latents = "listed" if html is not None and latent is None else latent
+    document = session.call(read, sae=run, text=words, latents=latents)
+    if html is not None:
+        write_prompt_page(html, document)
+        session.console.note(f"wrote {html}; open it in a browser")
+    for part in (document, document["compare"] or {}):
+        part |= {"latents": part["latents"][:top]} if part else {}
+    shown = prompt_tables(document) if latent is None else coloured(document)
+    session.console.print_result(document, *shown)
+
+
+def _contents(path: Path) -> str:
+    from ..base.files import regular
+
+    try:
+        return regular(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; expected a text in UTF-8") from error
+
+
+def _messages(path: Path) -> list[dict[str, Any]]:
+    from ..base.documents import parse_json
+
+    try:
+        return parse_json(_contents(path), list[dict[str, Any]])
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot read --chat {path}: {error}; expected a JSON list of messages, each with role and "
+            "content"
+        ) from error

@@ -1,0 +1,131 @@
+// A text, or two, each token shaded by its strongest code or by one latent's; a token's latents under the pointer.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const view = document.getElementById("overview");
+const latents = new Map(data.latents.map((one) => [one.latent, one]));
+const NAMES = ["Text", "Compared with"], MOST_LISTED = 200;
+let chosen = null; // the latent that shades the texts; null for each token's strongest
+const texts = data.texts.map((tokens, which) => ({ tokens, which, spans: [], focus: 0 }));
+const peek = h("div", { class: "peek card", role: "status" });
+
+// The code that shades each token of a text, by position.
+function codesOf(text) {
+  if (chosen != null) return new Map(latents.get(chosen).parts[text.which].fires);
+  return new Map(text.tokens.flatMap(([, , , entries], at) => (entries.length ? [[at, entries[0][1]]] : [])));
+}
+
+function shade() {
+  const codes = texts.map(codesOf), values = codes.flatMap((of) => [...of.values()]), sizes = values.map(Math.abs);
+  const largest = Math.max(1e-12, ...sizes), least = chosen == null ? Math.min(largest, ...sizes) : 0;
+  texts.forEach((text, which) => text.spans.forEach((span, at) => {
+    const value = codes[which].get(at) ?? 0;
+    span.classList.toggle("fires", value !== 0);
+    span.classList.toggle("negative", value < 0);
+    span.style.setProperty("--share", (0.1 + 0.9 * (Math.abs(value) - least) / (largest - least || 1)).toFixed(3));
+  }));
+  const label = chosen == null ? null : latents.get(chosen).label;
+  caption.replaceChildren(chosen == null ? "shaded by each token's strongest code"
+    : h("b", {}, `shaded by latent ${chosen}${label ? `: ${label}` : ""}`));
+  reset.hidden = chosen == null;
+  scale.replaceChildren(ramp(+least.toPrecision(3), +largest.toPrecision(3), values.some((value) => value < 0)));
+  document.querySelectorAll("tr[data-latent]").forEach((row) => row.classList.toggle("chosen",
+    row.dataset.latent === `${chosen}`));
+}
+
+function choose(latent) {
+  chosen = latent;
+  shade();
+}
+
+const pick = (latent) => h("button", { type: "button", class: "pick", title: "shade the text by it",
+  onclick: () => choose(latent) }, `${latent}`);
+
+function show(text, at) {
+  const span = text.spans[at], [word, special, role, entries] = text.tokens[at];
+  const own = chosen == null ? null : new Map(latents.get(chosen).parts[text.which].fires).get(at);
+  peek.replaceChildren(...[
+    h("p", {}, word ? chip(word) : h("span", { class: "muted" }, "further part of the character before"),
+      h("span", { class: "muted" }, ` position ${at}${role === "template" ? "" : `, ${role}`}`)),
+    special ? muted("special, or the first of a window: no codes") : null,
+    own ? h("p", {}, `latent ${chosen}: `, h("b", {}, number(own))) : null,
+    h("ol", { class: "ranked" }, entries.map(([latent, code]) => {
+      const { label } = latents.get(latent) ?? {};
+      const row = h("li", { class: code < 0 ? "down" : "up" }, h("span", {}, latents.has(latent) ? pick(latent)
+        : `${latent}`, label ? ` ${label}` : ""), h("span", { class: "value" }, number(code)));
+      row.style.setProperty("--share", Math.abs(code / entries[0][1]).toFixed(3));
+      return row;
+    }))].filter(Boolean));
+  span.after(peek); // so that Tab goes from the token to its latents
+  peek.hidden = false;
+  const room = span.parentElement.clientWidth - peek.offsetWidth;
+  peek.style.left = `${Math.max(0, Math.min(span.offsetLeft, room))}px`;
+  peek.style.top = `${span.offsetTop + span.offsetHeight}px`;
+}
+
+function focus(text, at) {
+  text.spans[text.focus].tabIndex = -1;
+  text.focus = Math.max(0, Math.min(text.spans.length - 1, at));
+  text.spans[text.focus].tabIndex = 0;
+  text.spans[text.focus].focus();
+}
+
+function textCard(text) {
+  const pieces = text.tokens.flatMap(([word, special, role], at) => {
+    const span = h("span", { class: special ? "token special" : "token", tabindex: at ? -1 : 0,
+      onpointerenter: () => show(text, at), onfocus: () => { text.focus = at; show(text, at); } },
+    word ? word.split("\n").map(readable).join("↵\n") : "·");
+    text.spans.push(span);
+    const before = at ? text.tokens[at - 1][2] : "template";
+    return [role === before || role === "template" ? null : h("span", { class: `role ${role}` }, role), span];
+  });
+  const words = h("div", { class: "words prompt", dir: "auto", onkeydown: (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (step && event.target.classList.contains("token")) {
+      event.preventDefault();
+      focus(text, text.focus + step);
+    }
+  }, onpointerleave: () => { peek.hidden = true; } }, pieces);
+  return card(texts.length > 1 ? NAMES[text.which] : "Text", words);
+}
+
+function latentTable() {
+  const heads = ["latent", ...texts.flatMap((_, which) => (which ? ["compared with", "at", "tokens"]
+    : ["largest code", "at", "tokens"])), "in the store"];
+  const rows = data.latents.slice(0, MOST_LISTED).map(({ latent, label, store, parts }) => h("tr", { class: "open",
+    "data-latent": latent, onclick: () => choose(latent) },
+  h("td", { class: "figure" }, pick(latent), label ? h("span", {}, ` ${label}`) : null),
+  parts.flatMap((part) => [h("td", { class: "figure" }, number(part.code)),
+    h("td", {}, part.token == null ? "–" : chip(part.token)), h("td", { class: "figure" }, number(part.fires_on))]),
+  h("td", { class: "figure" }, store ?? "–")));
+  const title = texts.length > 1 ? "Latents that differ most" : "Strongest latents";
+  const more = data.latents.length - rows.length;
+  return h("section", { class: "card latents listed" }, h("h2", {}, title), h("table", {}, h("thead", {}, h("tr", {}, heads.map(
+    (head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows)),
+  more > 0 ? muted(`${number(more)} more are listed with their tokens`) : null,
+  data.store_rows ? muted(`In the store: how often it fires on ${number(data.store_rows)} rows of it.`) : null);
+}
+
+// What the shades mean, as in the reports' texts.
+function ramp(least, largest, negative) {
+  return h("p", { class: "ramp" }, negative ? [h("span", {}, number(-largest)), h("span", { class: "shades below" })] : null,
+    h("span", {}, number(least)), h("span", { class: "shades" }), h("span", {}, number(largest)));
+}
+
+const caption = h("span", { role: "status" }), scale = h("span", { class: "spring" });
+const reset = h("button", { type: "button", onclick: () => choose(null) }, "by the strongest");
+const counts = texts.map(({ tokens }) => `${number(tokens.length)} tokens`).join(" and ");
+view.append(h("header", {}, h("h1", { tabindex: "-1" }, h("bdi", {}, data.run)), h("p", { class: "muted" },
+  [...data.heading, counts].map((word) => h("bdi", { class: "part" }, word)))),
+h("div", { class: "bar-of-tools shading" }, caption, reset, scale), h("div", { class: "texts" }, texts.map(textCard)),
+latentTable(), h("footer", { class: "muted" }, "Written by ", h("code", {}, "sae read"), ". Keys: ", h("kbd", {}, "←"),
+  " and ", h("kbd", {}, "→"), " go through tokens, ", h("kbd", {}, "Tab"), " to a token's latents, ", h("kbd", {}, "Esc"),
+  " goes back to the strongest."));
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (peek.contains(document.activeElement)) texts.find((text) => text.spans.includes(peek.previousSibling))
+    .spans.find((span) => span === peek.previousSibling).focus();
+  peek.hidden = true;
+  choose(null);
+});
+view.hidden = false;
+shade();
