@@ -3,7 +3,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, one_line
 from .options import Device, Json, Layer, Model, Run, Site, start
 
 Prompt = Annotated[str | None, typer.Option(help="Read this text.", show_default="none")]
@@ -73,41 +73,35 @@ def command(
     given = {"--prompt": prompt, "--text": text, "--chat": chat}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
-        raise ConfigError(
-            f"expected one of --prompt, --text and --chat, got {' and '.join(names) or 'none'}; name one"
-        )
+        got = " and ".join(names) or "none"
+        raise ConfigError(f"expected one of {', '.join(given)}, got {got}; give one")
     from ..measure.read import read
     from ..show.prompts import coloured, prompt_tables, write_prompt_page
 
     session = start(ctx)
-    words: Any = _messages(chat) if chat else prompt if text is None else _contents(text)
+    words = prompt if prompt is not None else _file(text, chat)
     latents = "listed" if html is not None and latent is None else latent
     document = session.call(read, sae=run, text=words, latents=latents)
     if html is not None:
         write_prompt_page(html, document)
         session.console.note(f"wrote {html}; open it in a browser")
-    for part in (document, document["compare"] or {}):
-        part |= {"latents": part["latents"][:top]} if part else {}
+    document["latents"] = document["latents"][:top]
+    if compare is not None:
+        document["compare"]["latents"] = document["compare"]["latents"][:top]
     shown = prompt_tables(document) if latent is None else coloured(document)
     session.console.print_result(document, *shown)
 
 
-def _contents(path: Path) -> str:
+def _file(text: Path | None, chat: Path | None) -> Any:
+    """The contents of one of the files."""
+    from ..base.documents import read_json
     from ..base.files import regular
 
+    path, expected = text, "a text in UTF-8"
     try:
-        return regular(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; expected a text in UTF-8") from error
-
-
-def _messages(path: Path) -> list[dict[str, Any]]:
-    from ..base.documents import parse_json
-
-    try:
-        return parse_json(_contents(path), list[dict[str, Any]])
-    except ValueError as error:
-        raise ConfigError(
-            f"cannot read --chat {path}: {error}; expected a JSON list of messages, each with role and "
-            "content"
-        ) from error
+        if path is not None:
+            return regular(path).read_text(encoding="utf-8-sig")
+        path, expected = chat, "a JSON list of messages, each with role and content"
+        return read_json(Path(str(chat)), list[dict[str, Any]])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(error)}; expected {expected}") from error

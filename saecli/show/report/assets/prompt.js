@@ -2,16 +2,19 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const view = document.getElementById("overview");
-const latents = new Map(data.latents.map((one) => [one.latent, one]));
+const compared = data.compare;
+const latents = new Map((compared ?? data).latents.map((one) => [one.latent, { ...one,
+  parts: (compared ? [one.here, one.there] : [one]).map((part) => ({ ...part,
+    fires: part.positions.map((at, index) => [at, part.codes[index]]) })) }]));
 const NAMES = ["Text", "Compared with"], MOST_LISTED = 200;
 let chosen = null; // the latent that shades the texts; null for each token's strongest
-const texts = data.texts.map((tokens, which) => ({ tokens, which, spans: [], focus: 0 }));
+const texts = (compared ? [data.tokens, compared.tokens] : [data.tokens]).map((tokens, which) => ({ tokens, which, spans: [], focus: 0 }));
 const peek = h("div", { class: "peek card", role: "status" });
 
 // The code that shades each token of a text, by position.
 function codesOf(text) {
   if (chosen != null) return new Map(latents.get(chosen).parts[text.which].fires);
-  return new Map(text.tokens.flatMap(([, , , entries], at) => (entries.length ? [[at, entries[0][1]]] : [])));
+  return new Map(text.tokens.flatMap((token, at) => token.latents.slice(0, 1).map((one) => [at, one.code])));
 }
 
 function shade() {
@@ -41,18 +44,18 @@ const pick = (latent) => h("button", { type: "button", class: "pick", title: "sh
   onclick: () => choose(latent) }, `${latent}`);
 
 function show(text, at) {
-  const span = text.spans[at], [word, special, role, entries] = text.tokens[at];
+  const span = text.spans[at], token = text.tokens[at];
   const own = chosen == null ? null : new Map(latents.get(chosen).parts[text.which].fires).get(at);
   peek.replaceChildren(...[
-    h("p", {}, word ? chip(word) : h("span", { class: "muted" }, "further part of the character before"),
-      h("span", { class: "muted" }, ` position ${at}${role === "template" ? "" : `, ${role}`}`)),
-    special ? muted("special, or the first of a window: no codes") : null,
-    own ? h("p", {}, `latent ${chosen}: `, h("b", {}, number(own))) : null,
-    h("ol", { class: "ranked" }, entries.map(([latent, code]) => {
+    h("p", {}, token.text ? chip(token.text) : h("span", { class: "muted" }, "further part of the character before"),
+      h("span", { class: "muted" }, ` position ${at}${token.role ? `, ${token.role}` : ""}`)),
+    token.special ? muted("special, or the first of a window: no codes") : null,
+    own ? h("p", {}, `latent ${chosen}: `, h("b", {}, number(+own.toPrecision(3)))) : null,
+    h("ol", { class: "ranked" }, token.latents.map(({ latent, code }) => {
       const { label } = latents.get(latent) ?? {};
       const row = h("li", { class: code < 0 ? "down" : "up" }, h("span", {}, latents.has(latent) ? pick(latent)
-        : `${latent}`, label ? ` ${label}` : ""), h("span", { class: "value" }, number(code)));
-      row.style.setProperty("--share", Math.abs(code / entries[0][1]).toFixed(3));
+        : `${latent}`, label ? ` ${label}` : ""), h("span", { class: "value" }, number(+code.toPrecision(3))));
+      row.style.setProperty("--share", Math.abs(code / token.latents[0].code).toFixed(3));
       return row;
     }))].filter(Boolean));
   span.after(peek); // so that Tab goes from the token to its latents
@@ -70,13 +73,13 @@ function focus(text, at) {
 }
 
 function textCard(text) {
-  const pieces = text.tokens.flatMap(([word, special, role], at) => {
+  const pieces = text.tokens.flatMap(({ text: word, special, role }, at) => {
     const span = h("span", { class: special ? "token special" : "token", tabindex: at ? -1 : 0,
       onpointerenter: () => show(text, at), onfocus: () => { text.focus = at; show(text, at); } },
     word ? word.split("\n").map(readable).join("↵\n") : "·");
     text.spans.push(span);
-    const before = at ? text.tokens[at - 1][2] : "template";
-    return [role === before || role === "template" ? null : h("span", { class: `role ${role}` }, role), span];
+    const turns = role && role !== "template" && role !== text.tokens[at - 1]?.role;
+    return [!turns ? null : h("span", { class: `role ${role}` }, role), span];
   });
   const words = h("div", { class: "words prompt", dir: "auto", onkeydown: (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -91,14 +94,15 @@ function textCard(text) {
 function latentTable() {
   const heads = ["latent", ...texts.flatMap((_, which) => (which ? ["compared with", "at", "tokens"]
     : ["largest code", "at", "tokens"])), "in the store"];
-  const rows = data.latents.slice(0, MOST_LISTED).map(({ latent, label, store, parts }) => h("tr", { class: "open",
+  const inStore = (share) => (share === 0 ? `< ${percent(1 / data.store_rows)}` : percent(share));
+  const rows = [...latents.values()].slice(0, MOST_LISTED).map(({ latent, label, frequency, parts }) => h("tr", { class: "open",
     "data-latent": latent, onclick: () => choose(latent) },
   h("td", { class: "figure" }, pick(latent), label ? h("span", {}, ` ${label}`) : null),
-  parts.flatMap((part) => [h("td", { class: "figure" }, number(part.code)),
+  parts.flatMap((part) => [h("td", { class: "figure" }, number(+part.code.toPrecision(4))),
     h("td", {}, part.token == null ? "–" : chip(part.token)), h("td", { class: "figure" }, number(part.fires_on))]),
-  h("td", { class: "figure" }, store ?? "–")));
+  h("td", { class: "figure" }, frequency == null ? "–" : inStore(frequency))));
   const title = texts.length > 1 ? "Latents that differ most" : "Strongest latents";
-  const more = data.latents.length - rows.length;
+  const more = latents.size - rows.length;
   return h("section", { class: "card latents listed" }, h("h2", {}, title), h("table", {}, h("thead", {}, h("tr", {}, heads.map(
     (head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows)),
   more > 0 ? muted(`${number(more)} more are listed with their tokens`) : null,
@@ -113,9 +117,10 @@ function ramp(least, largest, negative) {
 
 const caption = h("span", { role: "status" }), scale = h("span", { class: "spring" });
 const reset = h("button", { type: "button", onclick: () => choose(null) }, "by the strongest");
+const places = (data.inputs ?? [data]).map(({ layer, site }) => `layer ${layer}, ${site}`).join(" and ");
 const counts = texts.map(({ tokens }) => `${number(tokens.length)} tokens`).join(" and ");
 view.append(h("header", {}, h("h1", { tabindex: "-1" }, h("bdi", {}, data.run)), h("p", { class: "muted" },
-  [...data.heading, counts].map((word) => h("bdi", { class: "part" }, word)))),
+  [data.model, places, counts].map((word) => h("bdi", { class: "part" }, word)))),
 h("div", { class: "bar-of-tools shading" }, caption, reset, scale), h("div", { class: "texts" }, texts.map(textCard)),
 latentTable(), h("footer", { class: "muted" }, "Written by ", h("code", {}, "sae read"), ". Keys: ", h("kbd", {}, "←"),
   " and ", h("kbd", {}, "→"), " go through tokens, ", h("kbd", {}, "Tab"), " to a token's latents, ", h("kbd", {}, "Esc"),
