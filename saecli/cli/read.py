@@ -6,23 +6,18 @@ import typer
 from ..base.errors import ConfigError, one_line
 from .options import Device, Json, Layer, Model, Run, Site, start
 
-Prompt = Annotated[str | None, typer.Option(help="Read this text.", show_default="none")]
-TextFile = Annotated[
-    Path | None, typer.Option(help="Read the text in this UTF-8 file.", show_default="none")
-]
+Prompt = Annotated[str | None, typer.Option(help="Read this text.")]
+TextFile = Annotated[Path | None, typer.Option(help="Read the text in this UTF-8 file.")]
 ChatFile = Annotated[
     Path | None,
     typer.Option(
-        help="Read the chat in this file, a JSON list of messages with role and content, through the model's chat "
-        "template.",
-        show_default="none",
+        help="Read the chat in this file: a JSON list of messages with role and content, for the chat template."
     ),
 ]
 Compare = Annotated[
     str | None,
     typer.Option(
         help="List the latents whose largest codes differ most from those on this text.",
-        show_default="none",
     ),
 ]
 Top = Annotated[
@@ -30,16 +25,13 @@ Top = Annotated[
 ]
 Latent = Annotated[
     int | None,
-    typer.Option(
-        help="Show the text coloured by this latent's codes, from 0.", show_default="none"
-    ),
+    typer.Option(help="Show the text coloured by this latent's codes, from 0."),
 ]
 Html = Annotated[
     Path | None,
     typer.Option(
         dir_okay=False,
         help="Write a page here: the text coloured, with each token's latents under the pointer.",
-        show_default="none",
     ),
 ]
 

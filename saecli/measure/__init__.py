@@ -6,6 +6,7 @@ stability.py     latents matched between seeds: PW-MCC; nearest decoder vectors
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts
 controls.py      baselines: the training with one ingredient removed
+read.py          the latents that fire on a text
 refit.py         the exact decoder for given rows, as a run
 steer.py         text generated with latents changed
 latents.py       examples, histograms and partners of latents, for reports

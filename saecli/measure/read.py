@@ -20,7 +20,7 @@ from scipy.sparse import csc_array, csr_array, vstack
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_json
-from ..base.errors import ConfigError, FormatError, ModelError, demand_at_least
+from ..base.errors import ConfigError, FormatError, ModelError, demand_at_least, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
@@ -258,6 +258,8 @@ def read(
     texts = {"the text": text} | ({} if compare is None else {"--compare": compare})
     for name, words in texts.items():
         _demand_text(words, name)
+    if isinstance(latents, str) and latents != "listed":
+        raise unknown_choice("latents", latents, ["listed"])
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)
     sae_at = hooked(opened, layer, site, "reading a prompt by")

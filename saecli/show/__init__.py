@@ -2,6 +2,7 @@
 
 tables.py    the helper that makes every table; tables of stores, training, geometry
 measures.py  the tables of eval, sparsity, probe, controls, refit and steer
+prompts.py   tables, a coloured text and a page of the latents that fire on a text
 style.py     the common style of pictures, and saving them
 pictures.py  pictures of runs: loss curves, firing, patterns, frontier; of latents: probes, stability, hook points
 geometry.py  planes through rows, and the picture of cells on one, margins and local complexity

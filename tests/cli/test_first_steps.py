@@ -26,6 +26,7 @@ def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
         "export --to saelens": "no run in",
         "export --out there --to saelens": "no run in",
         "steer": "no run in",
+        "read --prompt a": "no run in",
     }
     code = (
         f"import sys\nfrom saecli.cli.main import main\nfor line in {[*sentences]}:\n"

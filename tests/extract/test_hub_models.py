@@ -187,6 +187,7 @@ COMMANDS = {
     "controls": ("--model", MODEL, "--tokens", "200", "--seeds", "1"),
     "finetune": ("--tokens", "200"),
     "steer": ("--latent", "1", "--scale", "8", "--prompt", "abc", "--max-new-tokens", "3"),
+    "read": ("--prompt", "abc"),
     "probe": ("--rows", "40", "--k", "2"),
     "report": ("--model", MODEL, "--out"),
 }

@@ -1,0 +1,367 @@
+"""`saecli.read` and `sae read` against hooks written by hand, and what they print and write."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run, steerable
+from opened_pages import needs_browser
+from rich.console import Console
+from tiny_models import CONFIGS, WIDTH, save_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import saecli
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.sae.activations import Relu, TopK
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save_native
+from saecli.show.prompts import ColouredText
+
+AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
+EVERY = list(range(20))
+TEXT = "fghabz"
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+@torch.no_grad()
+def activations(model: nn.Module, module: nn.Module, ids: list[int], input: bool = False) -> Tensor:
+    """A module's output, or input, on the tokens, (T, D), by a hook of its own."""
+    seen: list[Any] = []
+    handle = module.register_forward_hook(
+        lambda module, args, output: seen.append(args[0].clone() if input else output)
+    )
+    model(torch.tensor([ids]), use_cache=False)
+    handle.remove()
+    return (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).reshape(len(ids), -1)
+
+
+def codes_in(document: dict[str, Any], part: str | None = None) -> np.ndarray:
+    """The codes of all described latents, (T, F)."""
+    tokens = len(document["tokens"])
+    z = np.zeros((tokens, 20))
+    for latent in document["latents"]:
+        own = latent if part is None else latent[part]
+        z[own["positions"], latent["latent"]] = own["codes"]
+    return z
+
+
+def by_hand(sae: SAE, x: Tensor, special: list[int]) -> np.ndarray:
+    z = torch.relu(x @ sae.W_enc + sae.b_enc)
+    z[special] = 0
+    return z.numpy()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_codes_are_those_of_a_hook_written_by_hand(tmp_path: Path, kind: str):
+    folder, sae = save_model(tmp_path / "model", kind), steerable(Relu())
+    document = saecli.read(sae, TEXT, str(folder), latents=EVERY, top=3, **AT)
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    assert ids[0] == 1
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    z = by_hand(sae, activations(model, blocks(model)[1], ids), [0])
+    np.testing.assert_allclose(codes_in(document), z, rtol=1e-3, atol=1e-4)
+    assert [token["token_id"] for token in document["tokens"]] == ids
+    assert [token["text"].strip() for token in document["tokens"]] == ["<bos>", *TEXT]
+    assert [token["special"] for token in document["tokens"]] == [True] + [False] * 6
+    for position, token in enumerate(document["tokens"]):
+        strongest = [entry["latent"] for entry in token["latents"]]
+        fires = np.count_nonzero(z[position])
+        assert strongest == np.argsort(-z[position], kind="stable")[: min(3, fires)].tolist()
+    for latent in document["latents"]:
+        own = z[:, latent["latent"]]
+        assert latent["code"] == pytest.approx(own.max(), rel=1e-3)
+        assert latent["fires_on"] == np.count_nonzero(own)
+        if own.any():
+            assert latent["token"].strip() == ["<bos>", *TEXT][own.argmax()]
+            assert latent["position"] == own.argmax()
+    sizes = [latent["code"] for latent in document["latents"]]
+    assert sizes == sorted(sizes, reverse=True)
+    strongest = saecli.read(sae, TEXT, str(folder), top=3, **AT)["latents"]
+    assert strongest == document["latents"][:3]
+    assert [strongest[0][name] for name in ("frequency", "label")] == [None, None]
+
+
+def test_the_first_token_without_bos_has_no_codes(tmp_path: Path):
+    folder, sae = save_model(tmp_path / "model", "gpt2", bos=False), steerable(Relu())
+    sae.metadata = {"prepend_bos": False}
+    document = saecli.read(sae, TEXT, str(folder), latents=EVERY, **AT)
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    assert [token["token_id"] for token in document["tokens"]] == ids
+    assert [token["special"] for token in document["tokens"]] == [True] + [False] * 5
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    z = by_hand(sae, activations(model, blocks(model)[1], ids), [0])
+    np.testing.assert_allclose(codes_in(document), z, rtol=1e-3, atol=1e-4)
+    alone = saecli.read(sae, "f", str(folder), **AT)
+    assert (len(alone["tokens"]), alone["latents"]) == (1, [])
+
+
+def test_a_long_text_is_read_in_windows_of_the_models_limit(tmp_path: Path):
+    folder, sae = save_model(tmp_path / "model", "gpt2"), steerable(Relu())
+    text = (TEXT * 20)[:100]
+    document = saecli.read(sae, text, str(folder), latents=EVERY, **AT)
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    windows = [[1, *ids[:63]], [1, *ids[63:]]]
+    z = [by_hand(sae, activations(model, blocks(model)[1], own), [0]) for own in windows]
+    np.testing.assert_allclose(codes_in(document), np.concatenate(z), rtol=1e-3, atol=1e-4)
+    special = [at for at, token in enumerate(document["tokens"]) if token["special"]]
+    assert special == [0, 64]
+
+
+def test_a_transcoder_has_the_codes_of_what_it_reads(tmp_path: Path):
+    folder, sae = save_model(tmp_path / "model", "llama"), steerable(Relu())
+    place = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
+    (tmp_path / "transcoder").mkdir()
+    save_native(SavedSAE(sae, {"model": str(folder), **place}), tmp_path / "transcoder")
+    document = saecli.read(tmp_path / "transcoder", TEXT, latents=EVERY)
+    assert (document["layer"], document["site"]) == (1, "mlp_in")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    x = activations(model, blocks(model)[1].mlp, ids, input=True)
+    np.testing.assert_allclose(codes_in(document), by_hand(sae, x, [0]), rtol=1e-3, atol=1e-4)
+
+
+def test_a_crosscoder_reads_all_its_hook_points_of_one_model_and_none_of_two(tmp_path: Path):
+    folder, sae = save_model(tmp_path / "model", "llama"), steerable(Relu(), d_in=2 * WIDTH)
+    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(WIDTH, WIDTH))
+    inputs = [{"layer": layer, "site": "resid_post"} for layer in (2, 0)]
+    cross.metadata = {"model": str(folder), **inputs[0], "inputs": inputs}
+    document = saecli.read(cross, TEXT, latents=EVERY)
+    assert document["inputs"] == inputs
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    x = torch.cat([activations(model, blocks(model)[layer], ids) for layer in (2, 0)], dim=1)
+    np.testing.assert_allclose(codes_in(document), by_hand(sae, x, [0]), rtol=1e-3, atol=1e-4)
+    for point, name in zip(inputs, ("one", "two"), strict=True):
+        point["model"] = name
+    with pytest.raises(saecli.SaeError, match="is not defined: expected an SAE of one model"):
+        saecli.read(cross, TEXT)
+
+
+def test_compare_lists_latents_by_the_difference_of_their_largest_codes(tmp_path: Path):
+    folder, sae = save_model(tmp_path / "model", "llama"), steerable(TopK(k=3))
+    both = saecli.read(sae, TEXT, str(folder), compare="bbcd", latents=EVERY, **AT)
+    one, two = (saecli.read(sae, text, str(folder), latents=EVERY, **AT) for text in (TEXT, "bbcd"))
+    assert both | {"compare": None} == one
+    assert both["compare"]["tokens"] == two["tokens"]
+    largest = [{line["latent"]: line["code"] for line in own["latents"]} for own in (one, two)]
+    lines = both["compare"]["latents"]
+    for line in lines:
+        expected = largest[0][line["latent"]] - largest[1][line["latent"]]
+        assert line["difference"] == pytest.approx(expected)
+    sizes = [abs(line["difference"]) for line in lines]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+
+
+def test_characters_of_several_tokens_and_chats_are_shown_whole(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED[TINY_GEMMA2], folder)
+    text, sae = "a \N{SLIGHTLY SMILING FACE} b\n\tc ü", steerable(Relu(), d_in=128)
+    tokens = saecli.read(sae, text, str(folder), **AT)["tokens"]
+    assert "".join(token["text"] for token in tokens[1:]) == text
+    assert "" in [token["text"] for token in tokens] and {token["role"] for token in tokens} == {
+        None
+    }
+    chat = [{"role": "user", "content": "What is it"}, {"role": "assistant", "content": "It is a"}]
+    with pytest.raises(saecli.SaeError, match="has no chat template"):
+        saecli.read(sae, chat, str(folder), **AT)
+    template = "{% for m in messages %}<eos>{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokens = saecli.read(sae, chat, str(folder), **AT)["tokens"]
+    words = "".join(token["text"] for token in tokens)
+    assert words == "<bos><eos>user: What is it<eos>assistant: It is a"
+    assert [token["text"] for token in tokens if token["special"]] == ["<bos>", "<eos>", "<eos>"]
+    said = "".join(token["text"] for token in tokens if token["role"] == "assistant")
+    assert said.strip() == "It is a"
+
+
+@pytest.fixture
+def home(sae: CommandLine) -> CommandLine:
+    """A home with an SAE of the bundled model's width."""
+    origin = {"model": TINY_GEMMA2, **AT}
+    of_model = steerable(Relu(), d_in=128)
+    save_native(SavedSAE(of_model, origin), make_run(sae.home, "first", of_model))
+    cross = SAE(**steerable(d_in=128).tensors(), activation=Relu(), widths=(64, 64))
+    two = [{"layer": layer, "site": "resid_post"} for layer in (1, 2)]
+    save_native(SavedSAE(cross, origin | {"inputs": two}), make_run(sae.home, "narrow", cross))
+    return sae
+
+
+NASTY = "Return </script><img src=x> the\nnumber of & items"
+
+
+class Page(HTMLParser):
+    """The attributes that a page's elements have, and the text of its data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.places: list[str] = []
+        self.data, self._in_data = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.places += [str(value) for name, value in attrs if name in ("src", "href")]
+        self._in_data = ("id", "data") in attrs
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self._in_data else ""
+
+
+def test_the_page_holds_the_document_and_names_no_other_place(home: CommandLine, tmp_path: Path):
+    page = tmp_path / "page.html"
+    words = ("read", "first", "--prompt", NASTY, "--compare", "Once", "--top", "2")
+    done = home(*words, "--html", page, "--json")
+    assert done.status == 0, done.err
+    text = page.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert parsed.places == ["data:,"] and "http://www.w3.org/2000/svg" in text
+    assert not re.findall(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", text)
+    data = json.loads(parsed.data)
+    assert "".join(token["text"] for token in data["tokens"][1:]) == NASTY
+    of_python = saecli.read("first", NASTY, compare="Once", top=2, latents="listed", home=home.home)
+    assert data == json.loads(json.dumps(of_python))
+    both = [*data["tokens"], *data["compare"]["tokens"]]
+    listed = {entry["latent"] for token in both for entry in token["latents"]}
+    assert {latent["latent"] for latent in data["latents"]} == listed
+    assert done.json["latents"] == data["latents"][:2]
+    assert len(home(*words, "--json").json["compare"]["latents"]) == 2
+
+
+def test_the_terminal_lists_tokens_and_latents_and_colours_a_text(home: CommandLine):
+    document = saecli.read("first", NASTY, top=2, home=home.home)
+    done = home("read", "first", "--top", "2", "--prompt", NASTY)
+    assert done.status == 0, done.err
+    for position, token in enumerate(document["tokens"]):
+        line = next(line for line in done.out.splitlines() if line.startswith(f"{position:>5}  "))
+        for entry in token["latents"]:
+            assert f"{entry['latent']} ({entry['code']:.3g})" in line
+        assert ("special" in line) == token["special"]
+    strongest = document["latents"][0]
+    assert f"│ {strongest['latent']} " in done.out
+    shown = home("read", "first", "--prompt", NASTY, "--latent", strongest["latent"]).out
+    peak = document["tokens"][strongest["position"]]["text"].strip()
+    assert f"fires on {strongest['fires_on']} token" in shown
+    assert f"{peak}|{strongest['code']:.3g}]" in shown
+    codes = dict(zip(strongest["positions"], strongest["codes"], strict=True))
+    console = Console(force_terminal=True, color_system="truecolor", width=400)
+    with console.capture() as captured:
+        console.print(ColouredText(document["tokens"], codes, strongest["code"]))
+    backgrounds = re.findall(r"\x1b\[30;48;2;(\d+);(\d+);(\d+)m([^\x1b]+)", captured.get())
+    coloured = "".join(piece for *_, piece in backgrounds).replace("↵", "")
+    fired = "".join(document["tokens"][position]["text"] for position in codes)
+    assert "".join(coloured.split()) == "".join(fired.split())
+    assert ("240", "160", "0") in [tuple(found[:3]) for found in backgrounds]
+
+
+def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: CommandLine):
+    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
+    train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
+    for line in (extract, train):
+        assert sae(*line.split()).status == 0
+    store = saecli.open_store("docs", home=sae.home).split("all")
+    x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
+    z = saecli.load_sae("first", home=sae.home).encode(x)
+    labels = sae.home / "runs" / "first" / "labels.json"
+    labels.write_text(json.dumps({str(latent): f"label {latent}" for latent in range(64)}))
+    words = ("read", "first", "--prompt", "Return the number")
+    document = sae(*words, "--json").json
+    assert document["store_rows"] == 2000
+    for latent in document["latents"]:
+        fraction = float((z[:, latent["latent"]] != 0).double().mean())
+        assert latent["frequency"] == pytest.approx(fraction, abs=1e-3)
+        assert latent["label"] == f"label {latent['latent']}"
+    assert document["latents"][0]["label"] in sae(*words).out
+    labels.write_text('{"first": "label"}')
+    refused = sae(*words)
+    assert refused.status == 1 and "labels.json: first" in refused.err
+    labels.unlink()
+    assert sae("rm", "docs", "--yes").status == 0
+    (latent, *_) = sae(*words, "--json").json["latents"]
+    assert (latent["frequency"], latent["label"]) == (None, None)
+
+
+REFUSED = [
+    ("first", 2, "expected one of --prompt, --text, --chat, got none"),
+    ("first --prompt a --text {tmp}/a.txt", 2, "got --prompt and --text"),
+    ("first --prompt ''", 2, "must not be empty"),
+    ("first --prompt ' '", 2, "must have a token"),
+    ("first --prompt \udcff", 2, "in UTF-8"),
+    ("first --prompt a --compare ''", 2, "--compare must not be empty"),
+    ("first --prompt a --latent 20", 2, "--latent must be from 0 to 19, the last of first, got 20"),
+    ("first --prompt a --latent -1", 2, "--latent must be from 0 to 19"),
+    ("first --prompt a --top 0", 2, "--top"),
+    ("first --text {tmp}/none.txt", 2, "none.txt"),
+    ("first --text {tmp}/latin.txt", 2, "expected a text in UTF-8"),
+    ("first --chat {tmp}/a.txt", 2, "expected a JSON list of messages"),
+    ("first --chat {tmp}/chat.json", 1, "has no chat template"),
+    ("first --prompt a --html {tmp}/none/page.html", 2, "cannot write"),
+    ("first --prompt a --layer 2", 2, "--layer must be 1, as first says, got 2"),
+    ("first --prompt a --model {tmp}/model", 2, "does not fit"),
+    ("narrow --prompt a", 2, "narrow does not fit tiny-gemma2"),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "sentence"), REFUSED)
+def test_what_cannot_be_read_is_refused_in_a_sentence(
+    home: CommandLine, tmp_path: Path, words: str, status: int, sentence: str
+):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
+    (tmp_path / "chat.json").write_text('[{"role": "user", "content": "a"}]')
+    if "/model" in words:
+        save_model(tmp_path / "model", "llama")
+    done = home("read " + words.format(tmp=tmp_path))
+    assert (done.status, done.out) == (status, "")
+    assert sentence in " ".join(done.err.split()) and "Traceback" not in done.err
+
+
+def test_a_token_beyond_the_models_embedding_is_refused(tmp_path: Path):
+    config = CONFIGS["llama"]()
+    config.vocab_size = 10
+    folder = save_model(tmp_path / "model", config)
+    with pytest.raises(saecli.SaeError, match="its embedding has 10 tokens"):
+        saecli.read(steerable(), TEXT, str(folder), **AT)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+class TestBrowser:
+    pytestmark = needs_browser
+
+    def test_tokens_show_their_latents_and_a_click_shades_the_text(
+        self, home: CommandLine, tmp_path: Path, browser: Any, scheme: str
+    ):
+        page_path = tmp_path / "page.html"
+        assert home("read", "first", "--prompt", NASTY, "--html", page_path).status == 0
+        document = saecli.read("first", NASTY, latents="listed", home=home.home)
+        context, said, asked = browser.new_context(color_scheme=scheme), list[str](), list[str]()
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(page_path.as_uri())
+        assert page.locator(".token").count() == len(document["tokens"])
+        assert page.locator(".words img").count() == 0
+        page.locator(".token").nth(2).hover()
+        listed = [int(one.inner_text()) for one in page.locator(".peek .pick").all()]
+        assert listed == [entry["latent"] for entry in document["tokens"][2]["latents"]]
+        page.locator(".peek .pick").nth(1).click()
+        (chosen,) = (one for one in document["latents"] if one["latent"] == listed[1])
+        assert page.locator(".token.fires").count() == chosen["fires_on"]
+        page.keyboard.press("Escape")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        strongest = document["tokens"][3]["latents"][0]["latent"]
+        assert f"latent {strongest}" in page.inner_text(".shading")
+        assert said == [] and asked == [page_path.as_uri()]
+        context.close()
