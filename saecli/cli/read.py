@@ -15,17 +15,13 @@ ChatFile = Annotated[
     ),
 ]
 Compare = Annotated[
-    str | None,
-    typer.Option(
-        help="List the latents whose largest codes differ most from those on this text.",
-    ),
+    str | None, typer.Option(help="List the latents whose largest codes on this text differ most.")
 ]
 Top = Annotated[
     int, typer.Option(min=1, help="Latents to list for the text, and at most for each token.")
 ]
 Latent = Annotated[
-    int | None,
-    typer.Option(help="Show the text coloured by this latent's codes, from 0."),
+    int | None, typer.Option(help="Show the text coloured by this latent's codes, from 0.")
 ]
 Html = Annotated[
     Path | None,

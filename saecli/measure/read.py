@@ -26,7 +26,7 @@ from ..extract.language_model import LanguageModel
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters
-from ..extract.windows import Windows
+from ..extract.windows import Window, Windows
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import Firing
@@ -122,21 +122,25 @@ class _Reader:
                 f"{name} has {len(tokens):,} tokens: it is read in {len(cut):,} windows of at most "
                 f"{context:,}, each without what is before it"
             )
-        stored = [StoredWindow(window.token_ids, ~window.tokens["special"]) for window in cut]
+        pieces = characters(self._texts, tokens["token_id"].tolist())
+        texts = [text for text, count in pieces for _ in range(count)]
+        further = [place > 0 for _, count in pieces for place in range(count)]
+        return _Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]))
+
+    def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
+        """The codes of the tokens that are `read`, (T,), as (T, F)."""
+        stored = [StoredWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
         rows = max(16, BATCH_CODES // self._sae.d_sae)
         blocks = []
         for at_points in stored_activations(self._model, stored, self._points, 1):
             for x in torch.cat(at_points, dim=1).split(rows):
                 blocks.append(csr_array(self._sae.encode(x).float().cpu().numpy()))
         codes = vstack(blocks, format="csr")  # (n, F)
-        counts = np.zeros(len(tokens) + 1, np.int64)
-        counts[1:][~tokens["special"]] = np.diff(codes.indptr)
-        shape = len(tokens), self._sae.d_sae
-        by_token = csr_array((codes.data, codes.indices, counts.cumsum()), shape=shape)
-        pieces = characters(self._texts, tokens["token_id"].tolist())
-        texts = [text for text, count in pieces for _ in range(count)]
-        further = [place > 0 for _, count in pieces for place in range(count)]
-        return _Reading(tokens, texts, further, by_token)
+        counts = np.zeros(len(read), np.int64)
+        counts[read] = np.diff(codes.indptr)
+        offsets = np.append(0, counts.cumsum())
+        shape = len(read), self._sae.d_sae
+        return csr_array((codes.data, codes.indices, offsets), shape=shape)
 
     def _document(self, text: str | Messages, name: str) -> str | Conversation:
         if isinstance(text, str):

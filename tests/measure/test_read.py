@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, steerable
-from opened_pages import needs_browser
 from rich.console import Console
 from tiny_models import CONFIGS, WIDTH, save_model
 from torch import Tensor, nn
@@ -45,31 +44,30 @@ def activations(model: nn.Module, module: nn.Module, ids: list[int], input: bool
     return (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).reshape(len(ids), -1)
 
 
-def codes_in(document: dict[str, Any], part: str | None = None) -> np.ndarray:
-    """The codes of all described latents, (T, F)."""
-    tokens = len(document["tokens"])
-    z = np.zeros((tokens, 20))
-    for latent in document["latents"]:
-        own = latent if part is None else latent[part]
-        z[own["positions"], latent["latent"]] = own["codes"]
-    return z
+def opened(folder: Path) -> tuple[nn.Module, list[int]]:
+    """A model, and the tokens of the text."""
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), ids
 
 
-def by_hand(sae: SAE, x: Tensor, special: list[int]) -> np.ndarray:
-    z = torch.relu(x @ sae.W_enc + sae.b_enc)
+def demand_codes(document: dict[str, Any], sae: SAE, x: Tensor, special: list[int]) -> np.ndarray:
+    """The codes of the activations by hand, (T, F), which the document's latents, all of the SAE's, must have."""
+    z = torch.relu(x @ sae.W_enc + sae.b_enc).numpy()
     z[special] = 0
-    return z.numpy()
+    found = np.zeros_like(z)
+    for latent in document["latents"]:
+        found[latent["positions"], latent["latent"]] = latent["codes"]
+    np.testing.assert_allclose(found, z, rtol=1e-3, atol=1e-4)
+    return z
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_codes_are_those_of_a_hook_written_by_hand(tmp_path: Path, kind: str):
     folder, sae = save_model(tmp_path / "model", kind), steerable(Relu())
     document = saecli.read(sae, TEXT, str(folder), latents=EVERY, top=3, **AT)
-    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    model, ids = opened(folder)
     assert ids[0] == 1
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    z = by_hand(sae, activations(model, blocks(model)[1], ids), [0])
-    np.testing.assert_allclose(codes_in(document), z, rtol=1e-3, atol=1e-4)
+    z = demand_codes(document, sae, activations(model, blocks(model)[1], ids), [0])
     assert [token["token_id"] for token in document["tokens"]] == ids
     assert [token["text"].strip() for token in document["tokens"]] == ["<bos>", *TEXT]
     assert [token["special"] for token in document["tokens"]] == [True] + [False] * 6
@@ -95,25 +93,21 @@ def test_the_first_token_without_bos_has_no_codes(tmp_path: Path):
     folder, sae = save_model(tmp_path / "model", "gpt2", bos=False), steerable(Relu())
     sae.metadata = {"prepend_bos": False}
     document = saecli.read(sae, TEXT, str(folder), latents=EVERY, **AT)
-    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    model, ids = opened(folder)
     assert [token["token_id"] for token in document["tokens"]] == ids
     assert [token["special"] for token in document["tokens"]] == [True] + [False] * 5
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    z = by_hand(sae, activations(model, blocks(model)[1], ids), [0])
-    np.testing.assert_allclose(codes_in(document), z, rtol=1e-3, atol=1e-4)
+    demand_codes(document, sae, activations(model, blocks(model)[1], ids), [0])
     alone = saecli.read(sae, "f", str(folder), **AT)
     assert (len(alone["tokens"]), alone["latents"]) == (1, [])
 
 
 def test_a_long_text_is_read_in_windows_of_the_models_limit(tmp_path: Path):
     folder, sae = save_model(tmp_path / "model", "gpt2"), steerable(Relu())
-    text = (TEXT * 20)[:100]
-    document = saecli.read(sae, text, str(folder), latents=EVERY, **AT)
-    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    windows = [[1, *ids[:63]], [1, *ids[63:]]]
-    z = [by_hand(sae, activations(model, blocks(model)[1], own), [0]) for own in windows]
-    np.testing.assert_allclose(codes_in(document), np.concatenate(z), rtol=1e-3, atol=1e-4)
+    document = saecli.read(sae, TEXT * 16, str(folder), latents=EVERY, **AT)
+    model, (_, *ids) = opened(folder)
+    windows = [[1, *(ids * 16)[:63]], [1, *(ids * 16)[63:]]]
+    x = torch.cat([activations(model, blocks(model)[1], window) for window in windows])
+    demand_codes(document, sae, x, [0, 64])
     special = [at for at, token in enumerate(document["tokens"]) if token["special"]]
     assert special == [0, 64]
 
@@ -125,10 +119,8 @@ def test_a_transcoder_has_the_codes_of_what_it_reads(tmp_path: Path):
     save_native(SavedSAE(sae, {"model": str(folder), **place}), tmp_path / "transcoder")
     document = saecli.read(tmp_path / "transcoder", TEXT, latents=EVERY)
     assert (document["layer"], document["site"]) == (1, "mlp_in")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
-    x = activations(model, blocks(model)[1].mlp, ids, input=True)
-    np.testing.assert_allclose(codes_in(document), by_hand(sae, x, [0]), rtol=1e-3, atol=1e-4)
+    model, ids = opened(folder)
+    demand_codes(document, sae, activations(model, blocks(model)[1].mlp, ids, input=True), [0])
 
 
 def test_a_crosscoder_reads_all_its_hook_points_of_one_model_and_none_of_two(tmp_path: Path):
@@ -138,10 +130,9 @@ def test_a_crosscoder_reads_all_its_hook_points_of_one_model_and_none_of_two(tmp
     cross.metadata = {"model": str(folder), **inputs[0], "inputs": inputs}
     document = saecli.read(cross, TEXT, latents=EVERY)
     assert document["inputs"] == inputs
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+    model, ids = opened(folder)
     x = torch.cat([activations(model, blocks(model)[layer], ids) for layer in (2, 0)], dim=1)
-    np.testing.assert_allclose(codes_in(document), by_hand(sae, x, [0]), rtol=1e-3, atol=1e-4)
+    demand_codes(document, sae, x, [0])
     for point, name in zip(inputs, ("one", "two"), strict=True):
         point["model"] = name
     with pytest.raises(saecli.SaeError, match="is not defined: expected an SAE of one model"):
@@ -331,37 +322,3 @@ def test_a_token_beyond_the_models_embedding_is_refused(tmp_path: Path):
     folder = save_model(tmp_path / "model", config)
     with pytest.raises(saecli.SaeError, match="its embedding has 10 tokens"):
         saecli.read(steerable(), TEXT, str(folder), **AT)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-class TestBrowser:
-    pytestmark = needs_browser
-
-    def test_tokens_show_their_latents_and_a_click_shades_the_text(
-        self, home: CommandLine, tmp_path: Path, browser: Any, scheme: str
-    ):
-        page_path = tmp_path / "page.html"
-        assert home("read", "first", "--prompt", NASTY, "--html", page_path).status == 0
-        document = saecli.read("first", NASTY, latents="listed", home=home.home)
-        context, said, asked = browser.new_context(color_scheme=scheme), list[str](), list[str]()
-        page = context.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(page_path.as_uri())
-        assert page.locator(".token").count() == len(document["tokens"])
-        assert page.locator(".words img").count() == 0
-        page.locator(".token").nth(2).hover()
-        listed = [int(one.inner_text()) for one in page.locator(".peek .pick").all()]
-        assert listed == [entry["latent"] for entry in document["tokens"][2]["latents"]]
-        page.locator(".peek .pick").nth(1).click()
-        (chosen,) = (one for one in document["latents"] if one["latent"] == listed[1])
-        assert page.locator(".token.fires").count() == chosen["fires_on"]
-        page.keyboard.press("Escape")
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("Tab")
-        page.keyboard.press("Enter")
-        strongest = document["tokens"][3]["latents"][0]["latent"]
-        assert f"latent {strongest}" in page.inner_text(".shading")
-        assert said == [] and asked == [page_path.as_uri()]
-        context.close()

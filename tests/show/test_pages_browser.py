@@ -3,12 +3,18 @@
 They need a Chromium and playwright, which drives it: apt install chromium; pip install -e '.[browser]'.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from homes import steerable
 from opened_pages import SOURCE, interesting, needs_browser
 from reports import NASTY, index_of
+
+import saecli
+from saecli.extract.options import TINY_GEMMA2
+from saecli.show.prompts import write_prompt_page
 
 pytestmark = needs_browser
 
@@ -135,3 +141,32 @@ def test_latents_of_a_crosscoder_are_filtered_by_class(open_page: Any):
     opened.page.locator("tbody a").first.click()
     opened.page.wait_for_selector(f".class >> text='{name}'")
     assert opened.said == []
+
+
+def test_a_prompts_tokens_show_their_latents_and_a_click_shades_it(tmp_path: Path, browser: Any):
+    sae, page_path = steerable(d_in=128), tmp_path / "page.html"
+    sae.metadata = {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}
+    document = saecli.read(sae, "Return </script><img src=x> the\nnumber", latents="listed")
+    write_prompt_page(page_path, document)
+    context, said, asked = browser.new_context(), list[str](), list[str]()
+    page = context.new_page()
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(page_path.as_uri())
+    assert page.locator(".token").count() == len(document["tokens"])
+    assert page.locator(".words img").count() == 0
+    page.locator(".token").nth(2).hover()
+    listed = [int(one.inner_text()) for one in page.locator(".peek .pick").all()]
+    assert listed == [entry["latent"] for entry in document["tokens"][2]["latents"]]
+    page.locator(".peek .pick").nth(1).click()
+    (chosen,) = (one for one in document["latents"] if one["latent"] == listed[1])
+    assert page.locator(".token.fires").count() == chosen["fires_on"]
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    strongest = document["tokens"][3]["latents"][0]["latent"]
+    assert f"latent {strongest}" in page.inner_text(".shading")
+    assert said == [] and asked == [page_path.as_uri()]
+    context.close()
