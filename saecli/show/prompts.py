@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.cells import set_cell_size
 from rich.color import Color
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.style import Style
 from rich.text import Text
 
@@ -43,7 +43,8 @@ def prompt_tables(document: Mapping[str, Any]) -> list[RenderableType]:
         name = f"{latent['latent']} {latent['label'] or ''}".strip()
         cells.append([name, *_cells(latent), _percent(latent["frequency"], rows)])
     in_store = "in the store" if rows is None else f"in {rows:,} rows of the store"
-    return [_heading(document), *lines, "", table(title, ["latent", *heads, in_store], cells)]
+    shown = Group(*lines)  # a console joins texts that it is given, and then wraps them
+    return [_heading(document), shown, "", table(title, ["latent", *heads, in_store], cells)]
 
 
 def _cells(latent: Mapping[str, Any]) -> list[Any]:

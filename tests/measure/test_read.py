@@ -254,6 +254,17 @@ def test_the_terminal_lists_tokens_and_latents_and_colours_a_text(home: CommandL
     assert ("240", "160", "0") in [tuple(found[:3]) for found in backgrounds]
 
 
+def test_each_token_has_one_line_in_a_narrow_terminal(home: CommandLine):
+    home.monkeypatch.setenv("COLUMNS", "50")
+    lines = home("read", "first", "--top", "15", "--prompt", "Return the number").out.splitlines()
+    numbers = [int(line[:5]) for line in lines[: lines.index("")] if line[:5].strip().isdigit()]
+    tokens = saecli.read("first", "Return the number", home=home.home)["tokens"]
+    assert numbers == [*range(len(tokens))]
+    begin = next(at for at, line in enumerate(lines) if line.startswith("    0"))
+    assert lines.index("") - begin == len(tokens)
+    assert max(map(len, lines)) <= 50
+
+
 def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: CommandLine):
     extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
     train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
