@@ -133,4 +133,4 @@ addEventListener("keydown", (event) => {
   choose(null);
 });
 view.hidden = false;
-shade();
+choose(latents.size === 1 ? [...latents.keys()][0] : null); // of --latent
