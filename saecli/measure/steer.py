@@ -35,7 +35,7 @@ from ..extract.tokens import continuation
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
-from .measured import ChosenRows
+from .measured import own_rows
 
 METHODS = ("add", "clamp", "ablate")
 NEW_TOKENS = 40
@@ -87,13 +87,8 @@ def _largest_on_store(
 
     Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
     """
-    subject, _ = opened
-    names = [name for name in (subject.data, *subject.beside, subject.target) if name]
-    if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
-        return None
-    try:
-        measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
-    except ConfigError:  # a store made anew under the name may have other rows, or no targets
+    measured = own_rows(home, opened, device)
+    if measured is None:
         return None
     sae = measured.sae
     most = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
