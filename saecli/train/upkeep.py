@@ -32,7 +32,7 @@ from .solver import DECODER_STEPS, Task
 PASS_ROWS = 32
 LAST_ROWS = 256  # of the last
 SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
-REAIMED = 0.02  # fraction of the latents re-aimed at a decoder step as missed least
+REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as missed least
 
 
 class PamSgdSolver(PamSolver):

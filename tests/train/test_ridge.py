@@ -223,38 +223,49 @@ def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows):
 
 @pytest.mark.parametrize("case", ["sums", "streamed", "skip", "nested"])
 def test_latents_missed_least_are_those_whose_loss_costs_the_objective_least(case):
-    """Columns 0, 4 and 9 are nearly equal, 2 is of one row in twenty, 6 never fires."""
-    z, y, _, W_t, _ = problem(60, F, E)
+    """Columns 0, 4 and 9 are nearly equal, 2 is of one row in twenty, 6 never fires, decoders are of several sizes."""
+    z, noise, direction, W_t, _ = problem(60, F, E)
     z[:, 2] = torch.arange(60).double() % 20 == 1
     z[:, 4], z[:, 9] = z[:, 0] + 0.05 * z[:, 5], z[:, 0] - 0.05 * z[:, 7]
     z[:, 6] = 0
+    y = z @ (direction * torch.logspace(-1, 1, F)[:, None]) + 0.1 * noise
     prefixes = (5, F) if case == "nested" else ()
     x = beside(60) if case == "skip" else None
     terms = terms_of((0.1, 2.0, 0.0, 0.0), None, W_t, y.mean(0))
+
+    def objective(gone: list[int]) -> float:
+        without = z.index_fill(1, torch.tensor(gone, dtype=torch.int64), 0)
+        return least_squares(without, y, terms, prefixes, x).objective
+
+    left = [latent for latent in range(F) if latent != 6]
+    effects = [objective([latent]) - objective([]) for latent in left]
     missed_least: list[int] = []
     for _ in range(4):
-        without = {latent: [*missed_least, latent] for latent in range(F) if latent != 6}
         costs = {
-            latent: least_squares(z.index_fill(1, torch.tensor(gone), 0), y, terms, prefixes, x)
-            for latent, gone in without.items()
+            latent: objective([*missed_least, latent]) - objective(missed_least)
+            for latent in left
             if latent not in missed_least
         }
-        missed_least.append(min(costs, key=lambda latent: costs[latent].objective))
-    assert len({0, 4, 9} & {*missed_least}) == 2  # one of the copies stays
+        least = min(costs, key=lambda latent: costs[latent])
+        if costs[least] >= 0.3 * np.median(effects):
+            break
+        missed_least.append(least)
+    assert len(missed_least) >= 2
 
     if x is not None:
         terms, y = with_skip(terms, x, y), torch.cat([y, x], 1)
     system = system_of("streamed" if case == "streamed" else "sums", z, y, prefixes)
-    found = solve(system, terms, needless=4).needless
-    assert {*found.nonzero()[:, 0].tolist()} == {*missed_least}
+    found = solve(system, terms, needless=4).needless.nonzero()[:, 0].tolist()
+    if case == "streamed":  # whose estimates may take another of the copies
+        found = [0 if latent in (4, 9) else latent for latent in found]
+        missed_least = [0 if latent in (4, 9) else latent for latent in missed_least]
+    assert sorted(found) == sorted(missed_least)
 
 
-def test_no_more_latents_are_missed_least_than_there_are():
+def test_no_latent_is_missed_where_none_varies():
     z, y, _, W_t, b_t = problem(60, F, E)
-    z[:, 3:] = 0
     terms = terms_of((0.1, 0.0, 0.0, 0.0), None, W_t, b_t)
-    needless = solve(system_of("sums", z, y), terms, needless=9).needless
-    assert needless.nonzero()[:, 0].tolist() == [0, 1, 2]
+    assert not solve(system_of("sums", 0 * z, y), terms, needless=9).needless.any()
 
 
 @both

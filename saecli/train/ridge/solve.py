@@ -42,6 +42,9 @@ from .iterative import COLUMNS, StreamedCodes
 from .sums import HeldRows, Sums
 from .system import Factorisation, Inverse, System, Terms
 
+# Effect over the median one, below which a latent may be needless. FVU of SmolLM2-135M-Instruct, topk: 0.169, without
+# such a limit 0.172; F1 of the world with hierarchy: 0.695, 0.700.
+LEAST_EFFECT = 0.3
 LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
 STEP = 3.0  # factor between neighbouring alphas
 FIRST_STRIDE = 3  # steps at once, where there is no start
@@ -126,7 +129,7 @@ def solve(
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
     `factorisation` replaces the terms'. `z`: codes of some rows, (n, F), for the degrees of freedom. `needless` is the
-    number of latents to find that are missed least.
+    number of latents that are found as missed least, at most.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
     F^3 / 3 for needless latents.
@@ -188,27 +191,33 @@ def solve(
 
 
 def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
-    """1 for `most` of the latents whose codes vary, a mask (F,), that are missed least, else 0, (F,), float64.
+    """1 for at most `most` of the latents whose codes vary, a mask (F,), that are missed least, else 0, (F,), float64.
 
-    Without latent i, and with the others refitted, the objective is larger by `||W_i||^2 / M_ii`. They are found one
-    after another, each without those before, so that one of several copies stays.
+    Without latent i, and with the others refitted, the objective is larger by its effect, `||W_i||^2 / M_ii`, here far
+    below the median one. They are found one after another, each without those before, so that one of several copies
+    stays.
 
     Source: Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993).
     """
     effect = W.square().sum(1) / inverse.diagonal
+    missed_least = torch.zeros_like(effect)
+    if not varies.any():
+        return missed_least
+    low = LEAST_EFFECT * effect[varies].median()
     effect[~varies] = torch.inf
-    latents = effect.argsort()[: min(2 * most, int(varies.sum()))]
+    latents = effect.argsort()[: 2 * most]
+    latents = latents[effect[latents] < low]
     W, M = W[latents], inverse.block(latents)
-    left = torch.ones(len(latents), dtype=torch.bool, device=W.device)
     for _ in range(min(most, len(latents))):
-        effect = (W.square().sum(1) / M.diagonal()).masked_fill(~left, torch.inf)
+        effect = W.square().sum(1) / M.diagonal()
+        effect[missed_least[latents] > 0] = torch.inf
         least = effect.argmin()
-        left[least] = False
+        if effect[least] >= low:
+            break
+        missed_least[latents[least]] = 1
         along = M[:, least] / M[least, least]
         W = W - torch.outer(along, W[least])
         M = M - torch.outer(along, M[least])
-    missed_least = torch.zeros(len(varies), dtype=torch.float64, device=W.device)
-    missed_least[latents[~left]] = 1
     return missed_least
 
 
