@@ -40,7 +40,7 @@ def test_thresholds_are_set_on_rows_that_were_not_fitted(
         store, solver=solver, act=act, d_sae=96, steps=600, batch_size=64, smoothing=0, **options
     )
     codes = sae.encode(torch.from_numpy(some_rows(4000, 24, seed=1)))
-    assert (codes != 0).sum(1).float().mean().item() == pytest.approx(4, rel=0.06)
+    assert (codes != 0).sum(1).float().mean().item() == pytest.approx(4, rel=0.08)
     assert sae.cfg["fraction"] == 0.9
 
 

@@ -314,9 +314,9 @@ def test_the_default_width_falls_with_rows_beyond_latents():
 
 
 def test_the_default_learning_rate_is_that_of_its_formula():
-    assert default_learning_rate(128, 8) == default_learning_rate(128, 100) == pytest.approx(8e-3)
-    assert default_learning_rate(512, 8) == pytest.approx(4e-3)
-    assert default_learning_rate(128, 1) == pytest.approx(2e-3)
+    assert default_learning_rate(128, 4) == default_learning_rate(128, 100) == pytest.approx(5e-3)
+    assert default_learning_rate(512, 4) == pytest.approx(2.5e-3)
+    assert default_learning_rate(128, 0.5) == pytest.approx(1.25e-3)
 
 
 def smoothing_solver(data: RowsInMemory, activation: Activation, config: SolverConfig) -> Solver:
