@@ -82,7 +82,8 @@ def test_two_set_up_commands_stand_where_ci_takes_them_from():
 
 def test_table_of_commands_lists_them_all():
     table = README.split("## Commands")[1].split("## ")[0]
-    assert re.findall(r"^\| `sae (\w+)", table, re.MULTILINE) == list(COMMANDS)
+    cells = re.findall(r"^\| (`sae .*?) \|", table, re.MULTILINE)
+    assert re.findall(r"`sae (\w+)", " ".join(cells)) == list(COMMANDS)
 
 
 def test_figures_of_the_bundled_model_are_those_measured():
