@@ -93,8 +93,8 @@ def default_learning_rate(d_in: int, firings: float) -> float:
     few rows per batch: `firings`, above 0.
 
     Powers are of the best rates of 4,000 steps on tiny-gemma2, digits, image patches and two worlds of known features.
-    On SmolLM2-135M-Instruct no rate above 2.4e-3 is good, however often latents fire: at L0 64 `sgd` has an FVU of 0.138
-    at 2.2e-3 and of 0.158 at 3.5e-3. Rows enter by their number of dimensions alone: a spread, which a few rows of
+    On SmolLM2-135M-Instruct the best rate does not rise beyond four firings: at L0 64 `sgd` has an FVU of 0.138 at
+    2.2e-3 and of 0.158 at 3.5e-3. Rows enter by their number of dimensions alone: a spread, which a few rows of
     massive norm decide, made the rate 4 to 8 times too low on Gemma 3 270M.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
