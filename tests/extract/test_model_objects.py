@@ -29,7 +29,8 @@ def text(tmp_path: Path) -> dict[str, Any]:
 
 
 def opened(folder: Path) -> tuple[Any, Any]:
-    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

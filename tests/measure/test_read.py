@@ -47,7 +47,7 @@ def activations(model: nn.Module, module: nn.Module, ids: list[int], input: bool
 def opened(folder: Path) -> tuple[nn.Module, list[int]]:
     """A model, and the tokens of the text."""
     ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), ids
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval(), ids
 
 
 def demand_codes(document: dict[str, Any], sae: SAE, x: Tensor, special: list[int]) -> np.ndarray:
