@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import saecli
 from saecli.cli.main import main
+from saecli.extract.options import TINY_GEMMA2
 from saecli.sae.activations import ACTIVATIONS, Activation, Relu, activation_to_json
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, save_native
@@ -160,6 +162,17 @@ class CommandLine:
         with pytest.raises(SystemExit) as stop:
             main()
         return Done(stop.value.code or 0, *self.capsys.readouterr())
+
+
+def trained_on_docs(sae: CommandLine) -> torch.Tensor:
+    """A store `docs` of the bundled model and a run `first` trained on it; the codes of all its rows, (2000, 64)."""
+    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
+    train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
+    for line in (extract, train):
+        assert sae(*line.split()).status == 0
+    store = saecli.open_store("docs", home=sae.home).split("all")
+    x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
+    return saecli.load_sae("first", home=sae.home).encode(x)
 
 
 def steerable(activation: Activation | None = None, d_in: int = 16) -> SAE:

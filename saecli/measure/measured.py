@@ -341,6 +341,21 @@ def own_rows(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Measu
         return None
 
 
+def sampled(
+    measured: Measured, rows: int, products: int, window_bytes: int | None = None
+) -> Iterator[Tensor]:
+    """Batches of an SAE's inputs, (B, D), drawn at random: at least `rows` of them in all, or fewer where encoding
+    would take more than `products` multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
+    sae, stored = measured.sae, measured.rows
+    assert isinstance(stored, Rows | JoinedRows)
+    left = min(rows, products // (sae.d_in * sae.d_sae))
+    for batch in stored.batches(measured.batch_rows, seed=0, epoch=0, window_bytes=window_bytes):
+        yield torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
+        left -= len(batch)
+        if left <= 0:
+            return
+
+
 def held_out(measured: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
     rows = measured.stores.split("test", seed=measured.subject.split_seed)

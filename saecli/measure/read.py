@@ -30,8 +30,7 @@ from ..extract.windows import Window, Windows
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import Firing
-from ..store.reader import JoinedRows, Rows
-from .measured import BATCH_CODES, own_rows
+from .measured import BATCH_CODES, own_rows, sampled
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
 CONTEXT = 4096  # most tokens of a window
@@ -163,15 +162,10 @@ def _firing_on_store(home: Home, opened: tuple[Subject, SavedSAE], device: str) 
     measured = own_rows(home, opened, device)
     if measured is None:
         return None
-    sae, rows = measured.sae, measured.rows
-    assert isinstance(rows, Rows | JoinedRows)
-    most = min(SAMPLED_ROWS, SAMPLED_PRODUCTS // (sae.d_in * sae.d_sae))
+    sae = measured.sae
     firing = Firing(sae.d_sae, device=sae.W_enc.device)
-    sampled = rows.batches(measured.batch_rows, seed=0, epoch=0, window_bytes=WINDOW_BYTES)
-    for batch in sampled:
-        firing.update(sae.codes(torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)))
-        if firing.rows >= most:
-            break
+    for x in sampled(measured, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES):
+        firing.update(sae.codes(x))
     return firing
 
 

@@ -35,7 +35,7 @@ from ..extract.tokens import continuation
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
-from .measured import own_rows
+from .measured import own_rows, sampled
 
 METHODS = ("add", "clamp", "ablate")
 NEW_TOKENS = 40
@@ -90,16 +90,11 @@ def _largest_on_store(
     measured = own_rows(home, opened, device)
     if measured is None:
         return None
-    sae = measured.sae
-    most = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
     largest = torch.full((len(latents),), -torch.inf)
     rows = 0
-    for batch in measured.rows.batches(measured.batch_rows, seed=0, epoch=0):
-        x = torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
-        largest = largest.maximum(sae.encode(x)[:, latents].amax(0).float().cpu())
-        rows += len(batch)
-        if rows >= most:
-            break
+    for x in sampled(measured, SCANNED_ROWS, SCANNED_PRODUCTS):
+        largest = largest.maximum(measured.sae.encode(x)[:, latents].amax(0).float().cpu())
+        rows += len(x)
     return largest.tolist(), rows
 
 

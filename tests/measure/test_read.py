@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable
+from homes import CommandLine, make_run, steerable, trained_on_docs
 from rich.console import Console
 from tiny_models import CONFIGS, WIDTH, save_model
 from torch import Tensor, nn
@@ -266,13 +266,7 @@ def test_each_token_has_one_line_in_a_narrow_terminal(home: CommandLine):
 
 
 def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: CommandLine):
-    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
-    train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
-    for line in (extract, train):
-        assert sae(*line.split()).status == 0
-    store = saecli.open_store("docs", home=sae.home).split("all")
-    x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
-    z = saecli.load_sae("first", home=sae.home).encode(x)
+    z = trained_on_docs(sae)
     labels = sae.home / "runs" / "first" / "labels.json"
     labels.write_text(json.dumps({str(latent): f"label {latent}" for latent in range(64)}))
     words = ("read", "first", "--prompt", "Return the number")

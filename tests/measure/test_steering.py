@@ -4,10 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable
+from homes import CommandLine, make_run, steerable, trained_on_docs
 from tiny_models import CONFIGS, WIDTH, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -234,20 +233,14 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
 
 
 def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
-    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
-    train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
-    for line in (extract, train):
-        assert sae(*line.split()).status == 0
-    store = saecli.open_store("docs", home=sae.home).split("all")
-    x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
-    z = saecli.load_sae("first", home=sae.home).encode(x)
+    z = trained_on_docs(sae)
     latent = int(z.amax(0).argmax())
     words = ("--latent", str(latent), "--prompt", "Return the", "--max-new-tokens", "3", "--json")
     done = sae("steer", "first", *words)
     assert done.status == 0, done.err
     (line,) = done.json["latents"]
     assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
-    assert done.json["store_rows"] == len(x)
+    assert done.json["store_rows"] == len(z)
     run = sae.home / "runs" / "first"
     saved, other = load(run), (latent + 1) % 64
     saved.sae.b_enc[other] = -1e6
