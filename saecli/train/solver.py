@@ -23,7 +23,6 @@ from .options import REVIVAL_ROWS, Paper, Sgd, SolverConfig, TrainingConfig
 from .rows import BLOCK_ROWS, Smoothing
 
 DECODER_STEPS = 20  # aimed at in all of training; SGD looks for dead latents as often
-UNFITTED = 0.2  # largest fraction of all steps after which training rows are hardly fitted
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
@@ -124,9 +123,6 @@ class Solver:
         )
         self.steps = 0
         self.revived = 0
-        self.unseen_l0 = (
-            1.0  # of rows kept out, over that of training rows, before these are fitted
-        )
         self._recent: deque[Batch] = deque()
         self.hold_encoder()
 
@@ -139,8 +135,6 @@ class Solver:
         self.remember(batch)
         report, codes = self.descend(batch)
         self.take_codes(codes, batch.size)
-        if self.steps == min(math.ceil(UNFITTED * self.task.steps), self.task.batches):
-            self._compare_l0()
         if self.finished:
             self.calibrate()
         return report
@@ -252,20 +246,6 @@ class Solver:
         return communicator.broadcast(directions)
 
     @torch.no_grad()
-    def _compare_l0(self) -> None:
-        """Measure how many more latents the documents kept out have active for other reasons than training: of Gemma 3
-        270M a few had a tenth more."""
-        rows = self.task.unseen
-        if rows is None or not self.dictionary.estimates:
-            return
-        unseen, seen = (
-            self.dictionary.codes(part.x).count().item() / len(part.x)
-            for part in (rows, self.task.sample)
-        )
-        if unseen and seen:
-            self.unseen_l0 = unseen / seen
-
-    @torch.no_grad()
     def calibrate(self) -> None:
         """Set the activation's estimates for other rows than those trained on."""
         parameters = self.dictionary.activation_parameters
@@ -273,8 +253,8 @@ class Solver:
         if not self.dictionary.estimates or not len(rows.x):
             return
         pre = self.dictionary.pre_activations(rows.x)
-        calibrated = self.dictionary.activation.calibrated(pre, parameters, self.unseen_l0)
-        calibrated |= self.penalty.calibrated(pre, parameters, self.unseen_l0)
+        calibrated = self.dictionary.activation.calibrated(pre, parameters)
+        calibrated |= self.penalty.calibrated(pre, parameters)
         for name, value in calibrated.items():
             parameters[name].copy_(value)
 
@@ -303,12 +283,10 @@ class Solver:
             **{f"reference.{name}": tensor for name, tensor in self._references.items()},
             "steps": torch.tensor(self.steps),
             "revived": torch.tensor(self.revived),
-            "unseen_l0": torch.tensor(self.unseen_l0, dtype=torch.float64),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.steps, self.revived = int(state["steps"]), int(state["revived"])
-        self.unseen_l0 = state["unseen_l0"].item()
         with torch.no_grad():
             for name, tensor in self.dictionary.state_dict().items():
                 tensor.copy_(state[f"dictionary.{name}"])

@@ -99,8 +99,8 @@ class BatchTopK(Thresholded, KeepsK):
         moved = threshold.lerp(smallest, NEWEST).where(threshold > 0, smallest)
         return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, share: float = 1.0) -> Parameters:
-        kept = round(share * self.k * len(pre))
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
         largest = pre.flatten().topk(kept + 1).values

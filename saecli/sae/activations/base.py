@@ -70,9 +70,8 @@ class Penalty:
         """New values of some parameters, after a step, at this fraction of all steps."""
         return {}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, share: float = 1.0) -> Parameters:
-        """New values at the end of training, given pre-activations, (n, F), of rows not trained on, whose L0 is to be
-        `share` times that of all."""
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """New values at the end of training, given pre-activations, (n, F), of rows not trained on."""
         return {}
 
 
@@ -153,12 +152,12 @@ class TargetL0(Penalty):
             "aim": parameters["aim"].clamp(max=self._aim(progress, codes.shape[1])),
         }
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, share: float = 1.0) -> Parameters:
-        """The thresholds times the factor that gives these rows their share of the target as L0."""
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """The thresholds times the factor that gives these rows the target as their L0."""
         import torch
 
         thresholds = parameters["threshold"].clamp(min=0)
-        kept = round(share * self.target * len(pre))
+        kept = round(self.target * len(pre))
         ratios = (pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
         if not 0 < kept < len(ratios):
             return {}
@@ -247,7 +246,7 @@ class Activation(Config):
         """New values of some parameters, after a step; processes average them."""
         return {}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, share: float = 1.0) -> Parameters:
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """As `Penalty.calibrated`."""
         return {}
 
