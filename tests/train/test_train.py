@@ -97,7 +97,7 @@ def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: Comman
     rows = some_rows(300)
     rows[7] *= 1000
     make_store(sae.home, "rows", rows)
-    words = "train --solver sgd --act topk --k 2 --d-sae 200 --steps 500 --smoothing 0 --json"
+    words = "train --solver sgd --act topk --k 2 --d-sae 200 --steps 250 --smoothing 0 --json"
     done = sae(*words.split(), "--normalize", "standardize")
     assert "rows: 1 of 300 rows have over 10 times the median norm" in done.err
     (warning,) = done.json["warnings"]
