@@ -34,9 +34,10 @@ class Places(Config):
         tuple[Site, ...],
         Shown(
             "Hook point in the block: resid_post, its output (SAELens' blocks.L.hook_resid_post); "
-            "resid_pre, its input (hidden_states[L], as in the paper's code); mlp_in, the MLP's "
-            "input after its norm; mlp_out or attn_out, the output of MLP or attention. Can be given "
-            "several times, for one store per layer and site, with the same tokens."
+            "resid_pre, its input (hidden_states[L], as in the paper's code); resid_mid, between attention "
+            "and the MLP's norm; mlp_in, the MLP's input after its norm; mlp_out or attn_out, the output of MLP "
+            "or attention; attn_z, the input of attention's output projection. Can be given several times, for "
+            "one store per layer and site, with the same tokens."
         ),
     ] = ("resid_post",)
 

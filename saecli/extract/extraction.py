@@ -97,7 +97,7 @@ def extract(
         layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
             or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
             for row.
-        site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
+        site: resid_post, resid_pre, resid_mid, mlp_in, mlp_out, attn_out or attn_z.
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.

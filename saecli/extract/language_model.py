@@ -6,10 +6,9 @@ are loaded; the configuration stays the whole model's, so that they compute the 
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from os.path import commonpath
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,9 @@ from transformers import (
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ConfigError, ModelError, SaeError, counted, one_line
+from ..base.errors import ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
+from .hooks import Modules, blocks_of
 from .model_objects import LoadedSource
 from .model_source import UNLOADABLE, ModelSource, dense, explained, no_tokenizer, place_of
 from .options import HookPoint
@@ -36,22 +36,6 @@ PROBED = 16  # tokens
 ROUNDING = 1e-6  # relative difference of two passes over tokens of the same shape
 # Ends of names of constants that old checkpoints hold.
 CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
-
-MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
-ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
-# Norms before the residual stream (Gemma 2, GLM 4); last layers, where attention or MLP return their sum with the
-# residual stream (BLOOM, MPT).
-NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
-LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
-# The first of these parts that a block has: its input is mlp_in, its output mlp_out or attn_out. fc1 and fc2 stand in
-# blocks that have no module for the MLP (OPT).
-PARTS = {
-    "mlp_in": (*MLPS, "fc1", *EXPERTS),
-    "mlp_out": (*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS),
-    "attn_out": ("post_self_attn_layernorm", "self_attention.dense", *ATTENTIONS),
-}
-# Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
-PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {*EXPERTS}, "mlp_out": {*EXPERTS}}
 
 
 class LanguageModel:
@@ -108,8 +92,8 @@ class LanguageModel:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
         self._demand_tokens()
-        self.size, self._path, self._all_blocks = outline.size, outline.path, outline.blocks
-        self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
+        self.size = outline.size
+        self.modules = Modules(self.model, outline.path, outline.modules.all_blocks)
         if head:
             self._demand_causal()
 
@@ -117,8 +101,7 @@ class LanguageModel:
         self.model, self.tokenizer = source.model, source.tokenizer
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
-        self._path, self.blocks = blocks_of(self.model, source.layers, source.name)
-        self._all_blocks = self.blocks
+        self.modules = Modules(self.model, blocks_of(self.model, source.layers, source.name))
         self.size = sum(parameter.numel() for parameter in self.model.parameters())
 
     def _demand_tokens(self) -> None:
@@ -192,7 +175,7 @@ class LanguageModel:
 
         with ExitStack() as hooks:
             for point in points:
-                hooks.enter_context(self.intercepted(point.layer, point.site, partial(note, point)))
+                hooks.enter_context(self.modules.intercepted(point, partial(note, point)))
             try:
                 self.forward(token_ids, mask)
             except Reached:
@@ -231,15 +214,13 @@ class LanguageModel:
                 f"another model"
             ) from error
 
-    def intercepted(
-        self, layer: int, site: str, replace: Callable[[Tensor], Tensor]
-    ) -> AbstractContextManager[None]:
-        """`intercepted` at a site of one of its blocks."""
-        return intercepted(self.blocks[layer], site, replace, self._all_blocks)
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.modules.blocks
 
     def reads(self, point: HookPoint) -> Tensor | None:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
-        if self._random or point.site == "mlp_in":
+        if self._random or point.site in ("mlp_in", "attn_z"):
             return None
         return weights_read(self._norm_factors, point.layer + (point.site != "resid_pre"))
 
@@ -247,7 +228,7 @@ class LanguageModel:
     def _norm_factors(self) -> dict[int, list[Tensor]]:
         if isinstance(self.source, LoadedSource):
             return loaded_norm_factors(self.blocks)
-        return norm_factors(self._all_blocks, self._path, self.source.location)
+        return norm_factors(self.modules.all_blocks, self.modules.path, self.source.location)
 
 
 def _with_head(source: ModelSource) -> Any:
@@ -334,14 +315,15 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 class Outline:
-    """A model without weights, of `size` parameters; its blocks are the module list at `path`."""
+    """A model without weights, of `size` parameters, and its modules; its blocks are those at `path`."""
 
     def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
         with torch.device("meta"):
             self._whole = loader.from_config(source.config, **settings)
         self._source, self._settings = source, settings
         self.size = sum(parameter.numel() for parameter in self._whole.parameters())
-        self.path, self.blocks = blocks_of(self._whole, source.layers, source.name)
+        self.path = blocks_of(self._whole, source.layers, source.name)
+        self.modules = Modules(self._whole, self.path)
 
     def load(self, blocks: int) -> Any:
         """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
@@ -390,7 +372,7 @@ class Outline:
         shared = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)} - {
             name for name, _ in self._whole.named_parameters()
         }
-        own = {id(parameter) for parameter in self.blocks[blocks:].parameters()}
+        own = {id(parameter) for parameter in self.modules.blocks[blocks:].parameters()}
         return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
     def _needed(self) -> set[str]:
@@ -401,26 +383,6 @@ class Outline:
             return set(names)
         last = max(index for index, name in enumerate(names) if name.startswith(f"{self.path}."))
         return set(names[: last + 1])
-
-
-def blocks_of(model: Any, layers: int, name: str) -> tuple[str, nn.ModuleList]:
-    """The transformer blocks of a model named `name`, and their path: of its module lists of length `layers` the one
-    nearest to the embedding of tokens, since an image encoder may have as many, and the outermost."""
-    modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
-    home = next((path for path, module in modules.items() if module is embedding), "")
-    lists = {
-        path: module
-        for path, module in modules.items()
-        if isinstance(module, nn.ModuleList) and len(module) == layers
-    }
-    if not lists:
-        raise ModelError(
-            f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
-            f"layers in its configuration"
-        )
-    folders = {path: path.replace(".", "/") for path in lists}
-    path = max(folders, key=lambda path: len(commonpath([home.replace(".", "/"), folders[path]])))
-    return path, lists[path]
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
@@ -435,64 +397,3 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
         (architecture,),
         {"__init__": init, "__module__": architecture.__module__},
     )
-
-
-def _module_at(block: nn.Module, site: str) -> nn.Module | None:
-    """The module whose input (resid_pre, mlp_in) or output is the site; None if the block has none."""
-    parts = dict(block.named_modules())
-    if site in PAIRS and parts.keys() >= PAIRS[site]:
-        return None
-    normed = site == "attn_out" and "post_feedforward_layernorm" in parts
-    # "" is the block itself.
-    paths = ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))
-    return next((parts[path] for path in paths if path in parts), None)
-
-
-@contextmanager
-def intercepted(
-    block: nn.Module, site: str, replace: Callable[[Tensor], Tensor], blocks: nn.ModuleList
-) -> Iterator[None]:
-    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`;
-    ConfigError, which names those of all `blocks` that have the site, if it has not."""
-    if (module := _module_at(block, site)) is None:
-        having = [str(layer) for layer, other in enumerate(blocks) if _module_at(other, site)]
-        raise ConfigError(
-            f"--site {site} is unknown in a {type(block).__name__}: expected "
-            f"{'attention' if site == 'attn_out' else 'an MLP'} alone, got {', '.join(dict(block.named_children()))}; "
-            "use " + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre")
-        )
-    shape: list[int] = []
-
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shape[:] = (args[0] if args else kwargs["hidden_states"]).shape
-
-    def replaced(activations: Tensor) -> Tensor:
-        if activations.dim() > 3:
-            raise ConfigError(
-                f"--site {site} of a {type(block).__name__} is not defined: expected activations (batch, "
-                f"tokens, d_in), got {tuple(activations.shape)}; use another site"
-            )
-        # Mixtures of experts and OPT flatten them to (B T, D).
-        rows = activations.reshape(*shape[-3:-1], -1)
-        return replace(rows).reshape(activations.shape)
-
-    def on_input(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        if args:
-            return (replaced(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": replaced(kwargs["hidden_states"])}
-
-    def on_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return (replaced(output[0]), *output[1:]) if isinstance(output, tuple) else replaced(output)
-
-    with ExitStack() as hooks:
-        hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        hooks.callback(
-            (
-                module.register_forward_pre_hook(on_input, with_kwargs=True)
-                if site in ("resid_pre", "mlp_in")
-                else module.register_forward_hook(on_output)
-            ).remove
-        )
-        yield

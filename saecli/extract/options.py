@@ -16,7 +16,7 @@ from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, Mixture, TextSo
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
-Site = Literal["resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out"]
+Site = Literal["resid_post", "resid_pre", "resid_mid", "mlp_in", "mlp_out", "attn_out", "attn_z"]
 SITES = get_args(Site)
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
@@ -60,6 +60,8 @@ class HookPoint(NamedTuple):
 
     resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
     resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
+    resid_mid     the residual stream between them: attention is added, the MLP's norm has not acted
+    attn_z        the input of attention's output projection: `attn.hook_z`, its heads side by side
     attn_out      attention's addition to the residual stream
     mlp_in        the MLP's input, after its norm
     mlp_out       the MLP's addition to the residual stream
@@ -68,6 +70,11 @@ class HookPoint(NamedTuple):
     layer: int
     site: str
     model: int = 0
+
+    @property
+    def has_model_width(self) -> bool:
+        """Whether activations there have as many dimensions as the residual stream."""
+        return self.site != "attn_z"
 
     @property
     def place(self) -> dict[str, Any]:

@@ -89,9 +89,7 @@ class Passes:
                 last = self.model.blocks[blocks - 1]
                 opened.callback(last.register_forward_hook(partial(note, blocks)).remove)
             for point, hook in (hooks or {}).items():
-                opened.enter_context(
-                    self.model.intercepted(point.layer, point.site, partial(hook, point))
-                )
+                opened.enter_context(self.model.modules.intercepted(point, partial(hook, point)))
             opened.callback(self._head.register_forward_pre_hook(reach).remove)
             try:
                 self.model.forward(token_ids, mask)

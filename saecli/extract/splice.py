@@ -60,8 +60,9 @@ class Hooked:
 
     def check(self, width: int, layers: int, model: str) -> None:
         """Refuse a model of another width, or with too few layers."""
-        for got in self.sae.widths or (self.sae.d_in, self.sae.d_out):
-            if got != width:
+        widths = self.sae.widths or (self.sae.d_in, self.sae.d_out)
+        for point, got in zip(dict.fromkeys((*self.reads, *self.writes)), widths, strict=False):
+            if point.has_model_width and got != width:
                 raise ConfigError(
                     f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
                     f"got {got}; name the model that its rows came from"
@@ -193,10 +194,11 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
             f"{expected} a store that keeps its windows of tokens, got one of an older version; make it "
             "anew by `sae extract`"
         )
-    if source.d_model != rows.d_in:
+    point = HookPoint(origin["layer"], origin["site"])
+    if point.has_model_width and source.d_model != rows.d_in:
         raise unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
-    if origin["layer"] >= source.layers:
-        raise unfit(rows, source, f"a layer {origin['layer']}, got layers 0 to {source.layers - 1}")
+    if point.layer >= source.layers:
+        raise unfit(rows, source, f"a layer {point.layer}, got layers 0 to {source.layers - 1}")
     if (
         source.positions is not None
         and (longest := largest(rows, "position") + 1) > source.positions

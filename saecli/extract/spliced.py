@@ -25,7 +25,7 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
-from .language_model import blocks_of, intercepted
+from .hooks import Modules, blocks_of
 from .model_objects import text_config
 from .options import HookPoint
 from .splice import Hooked, hooked
@@ -123,7 +123,7 @@ def splices(
     name = getattr(config, "name_or_path", "") or type(model).__name__
     for part in parts:
         part.at.check(config.hidden_size, config.num_hidden_layers, name)
-    _, blocks = blocks_of(model, config.num_hidden_layers, name)
+    modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
     if special is None:
         given = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
         ids = np.hstack([[], *(token for token in given if token is not None)])
@@ -154,8 +154,7 @@ def splices(
             *((part.at.written, part.write) for part in parts),
             *((part.at.read, part.read) for part in parts if part.at.read != part.at.written),
         ]:
-            block = blocks[hook_point.layer]
-            opened.enter_context(intercepted(block, hook_point.site, hook, blocks))
+            opened.enter_context(modules.intercepted(hook_point, hook))
         yield
 
 

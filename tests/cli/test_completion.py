@@ -30,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sae train --so", ["--solver"]),
         ("sae train --solver ", ["sgd", "pam-sgd", "pam"]),
         ("sae train --alpha ", ["auto"]),
-        ("sae extract --site res", ["resid_post", "resid_pre"]),
+        ("sae extract --site res", ["resid_post", "resid_pre", "resid_mid"]),
         ("sae export --to sp", ["sparsify"]),
         ("sae train --data ", ["second", "first"]),
         ("sae train --resume --name ", ["half"]),

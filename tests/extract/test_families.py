@@ -89,6 +89,28 @@ FAMILIES = {  # by the modules whose input is mlp_in, and whose outputs are mlp_
     "shared_mlp shared_mlp self_attn": "granitemoehybrid",
     "none none self_attn": "granitemoeshared",
 }
+# The module whose input is resid_mid: the norm between attention and MLP, or where norms follow them the MLP; "" where
+# they are side by side.
+MIDDLE = {
+    **dict.fromkeys(("gemma2", "gemma3_text"), "pre_feedforward_layernorm"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), "mlp"),
+    **dict.fromkeys(("bamba", "jamba", "falcon_h1"), "pre_ff_layernorm"),
+    **dict.fromkeys(("gpt2", "gpt_neo"), "ln_2"),
+    **dict.fromkeys(("phi", "cohere2", "mamba", "gptj", "gpt_neox"), ""),
+    "opt": "final_layer_norm",
+    "mpt": "norm_2",
+    "lfm2": "ffn_norm",
+}
+PROJECTION = {  # of attention, whose input is attn_z
+    **dict.fromkeys(("phi", "nemotron_h"), "self_attn.dense"),
+    **dict.fromkeys(("opt", "lfm2"), "self_attn.out_proj"),
+    **dict.fromkeys(("gptj", "mpt"), "attn.out_proj"),
+    "gpt2": "attn.c_proj",
+    "gpt_neo": "attn.attention.out_proj",
+    "gpt_neox": "attention.dense",
+    "bloom": "self_attention.dense",
+}
+INPUTS = ("mlp_in", "resid_mid", "attn_z")
 QUICK = ("gpt2", "gpt_neox", "llama", "gemma2")
 VISION = {
     "hidden_size": 32,
@@ -136,14 +158,22 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
 
         def hook(_: Any, args: tuple, kwargs: dict, out: Any, layer: int, site: str) -> None:
             given = args[0] if args else kwargs["hidden_states"]
-            found = given if site == "mlp_in" else out[0] if isinstance(out, tuple) else out
-            if found.numel() == TOKENS.numel() * 32:  # not one token of `Passes`
-                seen[layer, site] = found.reshape(3, 9, 32).clone()
+            found = given if site in INPUTS else out[0] if isinstance(out, tuple) else out
+            if found.shape[:-1].numel() == TOKENS.numel():  # not one token of `Passes`
+                seen[layer, site] = found.reshape(3, 9, -1).clone()
 
-        for site, path in zip(
-            ("mlp_in", "mlp_out", "attn_out", "resid_post"), (*paths.split(), ""), strict=True
-        ):
-            if path in (modules := dict(block.named_modules())):
+        mlp_in, mlp_out, attn_out = paths.split()
+        modules = dict(block.named_modules())
+        own_paths = {
+            "mlp_in": mlp_in,
+            "mlp_out": mlp_out,
+            "attn_out": attn_out,
+            "resid_post": "",
+            "resid_mid": MIDDLE.get(family, "post_attention_layernorm") or "none",
+            "attn_z": PROJECTION.get(family, "self_attn.o_proj"),
+        }
+        for site, path in own_paths.items():
+            if path in modules:
                 own = partial(hook, layer=layer, site=site)
                 modules[path].register_forward_hook(own, with_kwargs=True)
     states = model.model(TOKENS, **WHOLE).hidden_states
@@ -162,10 +192,10 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
         for site in SITES:
             if (layer, site) in plain:
                 assert torch.equal(read(layer, site), plain[layer, site][MASK == 1])
-                with model.intercepted(layer, site, torch.clone):
+                with model.modules.intercepted(HookPoint(layer, site), torch.clone):
                     torch.testing.assert_close(model.logits(TOKENS, MASK), clean, rtol=0, atol=0)
                 point = HookPoint(layer, site)
-                with model.intercepted(layer, site, torch.zeros_like):
+                with model.modules.intercepted(HookPoint(layer, site), torch.zeros_like):
                     zeroed = model.logits(TOKENS, MASK)
                 assert not torch.allclose(zeroed, clean, atol=1e-3)
                 blocks = passes.repeatable([point], TOKENS)
@@ -180,8 +210,11 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                 advice = "use --layer 1$" if (1, site) in plain else "use resid_post"
                 with pytest.raises(ConfigError, match=advice):
                     read(layer, site)
+        if (layer, "resid_mid") in plain and (layer, "attn_out") in plain:
+            middle = read(layer, "resid_pre") + read(layer, "attn_out")
+            assert (middle - read(layer, "resid_mid")).abs().max() < 1e-3
         if (layer, "mlp_out") in plain:
-            with model.intercepted(layer, "mlp_out", torch.zeros_like):
+            with model.modules.intercepted(HookPoint(layer, "mlp_out"), torch.zeros_like):
                 without = read(layer, "resid_post")
             assert (without + read(layer, "mlp_out") - read(layer, "resid_post")).abs().max() < 1e-3
             if (layer, "attn_out") in plain:

@@ -189,7 +189,7 @@ def test_layers_that_share_keys_and_values_are_all_run(tmp_path: Path):
     blocks = passes.repeatable([point], token_ids)
     _, kept = passes.states(token_ids, mask, keep={blocks} - {0})
     states, _ = passes.states(token_ids, mask, hooks, below=kept.get(blocks))
-    with found.intercepted(2, "mlp_in", lambda activations: activations * 0.5):
+    with found.modules.intercepted(HookPoint(2, "mlp_in"), lambda activations: activations * 0.5):
         whole = found.logits(token_ids, mask)
     torch.testing.assert_close(passes.logits(states.flatten(0, 1)), whole.flatten(0, 1))
 

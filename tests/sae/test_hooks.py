@@ -235,9 +235,9 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
     ("model", "place", "transcode", "origin"),
     [
         (None, "layers.2", False, {"layer": 2, "site": "resid_post"}),
-        (None, "layers.2.mlp", False, {"layer": 2, "site": "mlp.output"}),
+        (None, "layers.2.mlp", False, {"layer": 2, "site": "mlp:out"}),
         ("openai-community/gpt2", "h.11.mlp", False, {"layer": 11, "site": "mlp_out"}),
-        ("google/gemma-2-2b", "layers.2.mlp", False, {"layer": 2, "site": "mlp.output"}),
+        ("google/gemma-2-2b", "layers.2.mlp", False, {"layer": 2, "site": "mlp:out"}),
         ("meta-llama/Llama-3.2-1B", "layers.2.mlp", True, MLP_2),
         (None, "embed_tokens", False, {}),
     ],
@@ -253,7 +253,7 @@ def test_sparsifys_folders_are_named_as_modules(
 
 def test_eval_says_that_a_module_is_not_the_stores_site(sae: CommandLine, tmp_path: Path) -> None:
     for name, model, site, said in (
-        ("gemma", "gemma2", "mlp_out", "was trained on layer 1 mlp.output"),
+        ("gemma", "gemma2", "mlp_out", "was trained on layer 1 mlp:out"),
         ("llama", "llama", "mlp_out", None),
         ("residual", "llama", "resid_post", "was trained on layer 1 mlp_out"),
     ):
@@ -299,7 +299,7 @@ def test_submodules_of_dictionary_learning(
         ("mlp.hook_in", "mlp_in"),
         ("ln2.hook_normalized", "ln2.hook_normalized"),  # of an unknown model
         ("mlp.hook_out", "mlp.hook_out"),
-        ("hook_resid_mid", "hook_resid_mid"),
+        ("hook_resid_mid", "resid_mid"),
         ("not a hook", None),
     ],
 )
@@ -313,10 +313,30 @@ def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str 
 
 
 @pytest.mark.parametrize(
+    ("model", "site"),
+    [
+        ("google/gemma-2-2b", "attn_z"),
+        ("Qwen/Qwen3-0.6B", "attn_z"),
+        ("gpt2", "attn.hook_z"),  # its values have a bias, which TransformerLens folds away
+        (None, "attn.hook_z"),
+    ],
+)
+def test_hook_z_is_attn_z_where_values_have_no_bias(
+    tmp_path: Path, model: str | None, site: str
+) -> None:
+    hooks = {"hook_name": "blocks.8.attn.hook_z"} | ({"model_name": model} if model else {})
+    saved = load(published.saelens(tmp_path, metadata=hooks).path)
+    assert saved.origin["site"] == site
+    save(saved, "saelens", tmp_path / "out")
+    assert load(tmp_path / "out").origin == saved.origin
+
+
+@pytest.mark.parametrize(
     ("hook", "origin"),
     [
         ("model.layers.3.post_feedforward_layernorm.output", {"layer": 3, "site": "mlp_out"}),
-        ("model.layers.3.self_attn.o_proj.input", {"layer": 3, "site": "self_attn.o_proj.input"}),
+        ("model.layers.3.self_attn.o_proj.input", {"layer": 3, "site": "attn_z"}),
+        ("model.layers.3.mlp.down_proj.input", {"layer": 3, "site": "mlp.down_proj:in"}),
         ("model.layers.{all}.output", {}),
         (5, {}),
     ],

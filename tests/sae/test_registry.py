@@ -65,7 +65,7 @@ TO_MLP = "ln2.hook_normalized mlp_out"
 FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
     f"{GEMMA_2}-res/{OF_LAYER_12}": ("gemma2", SCOPE, f"{GEMMA}-2-2b 12 resid_post"),
     f"{IN_CACHE}/{OF_LAYER_12}": ("", SCOPE, f"{GEMMA}-2-9b-it 12 mlp_out"),
-    f"{GEMMA_2}-att/{OF_LAYER_12}": ("gemma2-att", SCOPE, f"{GEMMA}-2-2b 12"),
+    f"{GEMMA_2}-att/{OF_LAYER_12}": ("gemma2-att", SCOPE, f"{GEMMA}-2-2b 12 attn_z"),
     f"{GEMMA_2}-res/embedding/width_4k/l0_6": ("", EMBEDDING, f"{GEMMA}-2-2b 0 resid_pre"),
     f"{GEMMA_2}-transcoders/{OF_LAYER_12}": (
         "gemma2transcoder",

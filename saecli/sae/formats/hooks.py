@@ -1,12 +1,13 @@
 """Other tools' names of hook points, and the sites that they are here.
 
-TransformerLens' follow `blocks.L.`; names of transformers' modules follow `layers.L.` or `h.L.`, and end here with
-`.input` or `.output`. A hook point that is no site here keeps its name in an SAE's origin, which tells its rows from a
-store's. Two are sites in some models only:
+TransformerLens' follow `blocks.L.`; names of transformers' modules follow `layers.L.` or `h.L.`, and end there with
+`.input` or `.output`, here with `:in` or `:out`. A hook point that is no site here keeps its name in an SAE's origin,
+which tells its rows from a store's. Three are sites in some models only:
 
     ln2.hook_normalized          mlp_in before the norm's weight and bias, which are folded into the SAE if the model
                                  is on this machine: `settled`, and `unsettled` for writing
-    mlp.hook_out, mlp.output     mlp_out, unless a second norm follows the MLP (Gemma 2 and 3)
+    attn.hook_z                  attn_z where values have no bias, which TransformerLens folds away (fold_value_biases)
+    mlp.hook_out, mlp:out        mlp_out, unless a second norm follows the MLP (Gemma 2 and 3)
 
 TransformerLens' options change rows too. With LayerNorm, ln2.hook_normalized is before weight and bias in versions from
 3 on and with `fold_ln`, else after them: without `fold_ln` it is no site here. In models with LayerNorm
@@ -37,27 +38,32 @@ SITES = {  # by TransformerLens' name, exact in all models
     "hook_resid_post": "resid_post",
     "hook_attn_out": "attn_out",
     "hook_mlp_out": "mlp_out",
+    "hook_resid_mid": "resid_mid",
     "mlp.hook_in": "mlp_in",
 }
-HOOKS = {site: hook for hook, site in SITES.items()}
+Z = "attn.hook_z"
+HOOKS = {site: hook for hook, site in SITES.items()} | {"attn_z": Z}
 NORMALIZED = "ln2.hook_normalized"
-MODULES = {  # by transformers' name, exact in all models
-    "input": "resid_pre",
-    "output": "resid_post",
-    "mlp.input": "mlp_in",
-    "pre_feedforward_layernorm.output": "mlp_in",
-    "post_feedforward_layernorm.output": "mlp_out",
+PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "self_attn.out_proj")
+SIDES = {"input": "in", "output": "out"}
+MODULES = {  # by transformers' name and its side, exact in all models
+    ":in": "resid_pre",
+    ":out": "resid_post",
+    "mlp:in": "mlp_in",
+    "pre_feedforward_layernorm:out": "mlp_in",
+    "post_feedforward_layernorm:out": "mlp_out",
+    **dict.fromkeys((f"{path}:in" for path in PROJECTIONS), "attn_z"),
 }
 WITHOUT_SECOND_NORM = {
     "mlp.hook_out": "mlp_out",
-    "mlp.output": "mlp_out",
-    "attn.output": "attn_out",
-    "self_attn.output": "attn_out",
-    "attention.output": "attn_out",
+    "mlp:out": "mlp_out",
+    "attn:out": "attn_out",
+    "self_attn:out": "attn_out",
+    "attention:out": "attn_out",
 }
 # Of rows, and of a transcoder's targets: before `layer` and `site` of an origin.
 ENDS = ("", "target_")
-CENTRED = ("resid_pre", "resid_post", "attn_out", "mlp_out", "hook_resid_mid")
+CENTRED = ("resid_pre", "resid_post", "attn_out", "mlp_out", "resid_mid")
 
 _HOOK = re.compile(r"blocks\.(\d{1,9})\.(\S+)")
 _MODULE = re.compile(r"(?:\S+\.)?(?:layers|h)\.(\d{1,9})(?:\.(\S+))?")
@@ -70,11 +76,15 @@ class Family(NamedTuple):
     offset: float = 0.0  # added to its weight
     layer_norm: bool = False  # else RMSNorm
     second_norm: bool = False  # whether attention and the MLP end with one
+    value_bias: bool = (
+        False  # of attention, which TransformerLens' `fold_value_biases` moves out of hook_z
+    )
 
 
 LLAMA = Family("post_attention_layernorm")
 FAMILIES = {  # by `model_type`
-    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"), LLAMA),
+    "qwen2": LLAMA._replace(value_bias=True),
     "gemma": Family("post_attention_layernorm", 1.0),
     **dict.fromkeys(
         ("gemma2", "gemma3", "gemma3_text"),
@@ -132,7 +142,15 @@ def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
     if match is None:
         return {}
     module = ".".join(part for part in (match[2], side) if part)
-    return {f"{of}layer": int(match[1]), f"{of}site": MODULES.get(module, module)}
+    return {f"{of}layer": int(match[1]), f"{of}site": site_of(module)}
+
+
+def site_of(module: str) -> str:
+    """The site that a module of a block is, named with `.input` or `.output` at the end; else its name and side."""
+    path, _, end = module.rpartition(".")
+    if end in SIDES:
+        module = f"{path}:{SIDES[end]}"
+    return MODULES.get(module, module)
 
 
 def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
@@ -145,6 +163,10 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
         for end in ENDS:
             if (site := origin.get(f"{end}site")) in WITHOUT_SECOND_NORM:
                 origin[f"{end}site"] = WITHOUT_SECOND_NORM[site]
+    if family is not None and not (family.layer_norm or family.value_bias):
+        for end in ENDS:
+            if origin.get(f"{end}site") == Z:
+                origin[f"{end}site"] = "attn_z"
     norms = {}
     if family is not None and (saved.processing.get("fold_ln") or not family.layer_norm):
         norms = _norms(saved, model, NORMALIZED)
@@ -187,6 +209,13 @@ def unsettled(saved: SavedSAE) -> SavedSAE:
         remarks.append(
             "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
             "HookedTransformer lacks"
+        )
+    if origin.get("site") == "attn_z" and (
+        family is None or family.layer_norm or family.value_bias
+    ):
+        remarks.append(
+            f"is written for {Z}, which TransformerLens' fold_value_biases changes where values have a bias; "
+            "load the model without it"
         )
     sae = _folded(saved, {end: norm.inverse() for end, norm in norms.items()})
     return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))

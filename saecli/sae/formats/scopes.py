@@ -56,13 +56,14 @@ GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
 GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
 SKIP = {"affine_skip_connection": "W_skip"}
-# Modules by site; attention is read before its output weights: no site here.
+# Modules by site.
 GEMMA_MODULES = {
     "resid_post": "output",
     "mlp_in": "pre_feedforward_layernorm.output",
     "mlp_out": "post_feedforward_layernorm.output",
+    "attn_z": "self_attn.o_proj.input",
 }
-GEMMA_KINDS = {"res": "resid_post", "mlp": "mlp_out", "embedding": "resid_pre"}
+GEMMA_KINDS = {"res": "resid_post", "mlp": "mlp_out", "att": "attn_z", "embedding": "resid_pre"}
 
 _GEMMA = re.compile(
     r"gemma-scope-(\d+b)-(pt|it)-(res|mlp|att|transcoders)/(?:.*/)?(?:layer_(\d{1,9})|embedding)/"
@@ -110,7 +111,7 @@ def _named_by(folder: Path) -> dict[str, Any]:
         )
     size, kind, layer, affine = match.groups()
     sites = ("mlp_in", "mlp_out") if kind == "transcoder" else (kind, kind)
-    modules = GEMMA_MODULES | {"attn_out": "self_attn.o_proj.input"}
+    modules = GEMMA_MODULES | {"attn_out": GEMMA_MODULES["attn_z"]}
     return {
         "model_name": f"gemma-3-{size}",
         "affine_connection": affine is not None,
@@ -207,7 +208,7 @@ def _origin(hook: Any, of: str = "") -> dict[str, Any]:
     layers, module = _layers_and_module(hook)
     if not module:
         return {}
-    return {f"{of}layer": layers[0], f"{of}site": hooks.MODULES.get(module, module)}
+    return {f"{of}layer": layers[0], f"{of}site": hooks.site_of(module)}
 
 
 def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
