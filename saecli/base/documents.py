@@ -47,7 +47,7 @@ class Origin:
     model: str | None = None  # hub id, folder or name of the language model
     revision: str | None = None  # its commit on the hub
     layer: int | None = None  # block, from 0
-    site: str | None = None  # hook point in the block
+    site: str | None = None  # hook point in the block; a module's whole name without a layer
     dataset: str | None = None
     context: int | None = None  # tokens in a window
     prepend_bos: bool | None = None  # whether windows begin with special tokens
@@ -61,6 +61,11 @@ class Origin:
     target: str | None = None  # reference of the targets' store
     split_seed: int | None = None
     fraction: float | None = None  # of the training rows that was trained on
+
+
+def point_words(layer: int | None, site: str, between: str = ", ") -> str:
+    """A hook point in a sentence: a block's, or a module outside of blocks."""
+    return site if layer is None else f"layer {layer}{between}{site}"
 
 
 @dataclass(frozen=True)

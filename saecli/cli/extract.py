@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 from annotated_types import Ge
 
+from ..base.errors import ConfigError, flag_of
 from ..base.options import Config, Shown, options_of
 from ..base.processes import communicator
 from ..extract.options import ExtractConfig, Site
@@ -40,6 +41,14 @@ class Places(Config):
             "one store per layer and site, with the same tokens."
         ),
     ] = ("resid_post",)
+    module: Annotated[
+        tuple[str, ...] | None,
+        Shown(
+            "Instead of --layer and --site a module by its name, then :in or :out (default), such as "
+            "model.layers.3.self_attn.o_proj:in; * is any part of a name, so that model.layers.*.mlp is of all "
+            "layers. Can be given several times."
+        ),
+    ] = None
 
 
 Name = Annotated[
@@ -51,11 +60,20 @@ Name = Annotated[
 ]
 
 
+ListModules = Annotated[
+    bool,
+    typer.Option(
+        "--list-modules", help="List the modules of --model, their widths and the sites among them."
+    ),
+]
+
+
 @configured(ExtractConfig, Places)
 def command(
     ctx: typer.Context,
     options: dict[str, Any],
     name: Name = None,
+    list_modules: ListModules = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -72,12 +90,25 @@ def command(
     from ..store.opening import stores_document
 
     session = start(ctx)
+    if list_modules:
+        from ..extract.listing import modules_document
+        from ..show.tables import modules_table
+
+        idle = session.given - {"model", "model_revision", "device", "list_modules", "json"}
+        if idle:
+            raise ConfigError(
+                f"{flag_of(min(idle))} does nothing with --list-modules; leave one of them out"
+            )
+        models, revisions = options.get("model", ()), options.get("model_revision") or (None,)
+        document = modules_document((*models, ExtractConfig.model)[0], revisions[0], device)
+        session.console.print_result(document, modules_table(document))
+        return
     layers = options.pop("layer", ())
     if "model" in options:
         options["model"] = [*options["model"]]
     stores = extract(
         layer="all" if "all" in layers else layers,
-        site=options.pop("site", ("resid_post",)),
+        site=options.pop("site", "resid_post"),
         name=name,
         home=session.home.path,
         device=device,

@@ -386,6 +386,13 @@ Site = Annotated[
     str | None,
     typer.Option(help="Read this hook point, if the SAE's file has none.", **one_of(SITES)),
 ]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        metavar="<path[:in|:out]>",
+        help="Or this module of the model, if the SAE's file has no hook point.",
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")
 ]

@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Csv, Device, Json, Layer, Model, Plot, Revision, Runs, Site, start
+from .options import Csv, Device, Json, Layer, Model, Module, Plot, Revision, Runs, Site, start
 
 Sets = Annotated[
     str | None,
@@ -37,6 +37,7 @@ def command(
     model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
+    module: Module = None,
     sets: Sets = None,
     rows: Rows = 200,
     k: Counts = None,

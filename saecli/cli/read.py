@@ -4,7 +4,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError, one_line
-from .options import Device, Json, Layer, Model, Run, Site, start
+from .options import Device, Json, Layer, Model, Module, Run, Site, start
 
 Prompt = Annotated[str | None, typer.Option(help="Read this text.")]
 TextFile = Annotated[Path | None, typer.Option(help="Read the text in this UTF-8 file.")]
@@ -45,6 +45,7 @@ def command(
     model: Model = None,
     layer: Layer = None,
     site: Site = None,
+    module: Module = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -2,7 +2,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Device, Json, Layer, Model, Revision, Run, Site, start
+from .options import Device, Json, Layer, Model, Module, Revision, Run, Site, start
 
 Latents = Annotated[list[int], typer.Option(help="Change this latent, from 0; repeat for several.")]
 Prompts = Annotated[list[str], typer.Option(help="Continue this text; repeat for several.")]
@@ -41,6 +41,7 @@ def command(
     model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
+    module: Module = None,
     max_new_tokens: NewTokens = 40,
     temperature: Temperature = 0.0,
     seed: Seed = None,

@@ -13,7 +13,7 @@ from ..base.home import checked_name, now
 from ..base.machine import is_disk_full
 from ..base.options import options_of
 from ..base.processes import communicator
-from ..extract.options import TINY_GEMMA2, ExtractConfig
+from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
 from ..train.options import TRAINED, TrainingConfig
@@ -31,7 +31,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..extract.extraction import Streamed
+    from ..extract.streaming import Streamed
     from ..store.opening import Joined
     from ..train.fit import RowsOf
     from ..train.jobs import Job
@@ -113,6 +113,16 @@ Site = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Module = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=demand_once,
+        hidden=True,
+        metavar="<path[:in|:out]>",
+        help="Instead of --layer and --site a module of --model; see `sae extract`.",
+        rich_help_panel=PANEL,
+    ),
+]
 Solver = Annotated[str, typer.Option(help="Training algorithm.", **one_of(SOLVERS))]
 Act = Annotated[
     str,
@@ -152,6 +162,7 @@ def command(
     init: Init = None,
     layer: Layer = None,
     site: Site = None,
+    module: Module = None,
     name: Name = None,
     resume: Resume = False,
     json: Json = False,
@@ -322,7 +333,7 @@ def _rows(
                 "or make a store by `sae extract`, and train on that"
             )
         return _rows_of_model(session, options, claims, begun)
-    idle = session.given & {"layer", "site", *(option.name for option in FROM_MODEL)}
+    idle = session.given & {"layer", "site", "module", *(option.name for option in FROM_MODEL)}
     if idle:
         raise ConfigError(
             f"{flag_of(min(idle))} does nothing without --model; name a model, or leave it out"
@@ -340,7 +351,7 @@ def _rows(
 def _rows_of_model(
     session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
 ) -> tuple[Streamed, RowsOf]:
-    from ..extract.extraction import open_stream
+    from ..extract.streaming import open_stream
     from ..train.live import LiveRows
     from ..train.plan import Parts
     from ..train.rows import SAMPLED_ROWS
@@ -348,11 +359,12 @@ def _rows_of_model(
     training = TrainingConfig.among(options)
     names = [option.name for option in FROM_MODEL if option.name in options]
     extraction = ExtractConfig(**{name: options[name] for name in names})
-    layer, site = session.options["layer"], session.options["site"]
+    given = ((session.options[name] or [None])[0] for name in ("layer", "site", "module"))
+    layer, site = place_given(*given)
     stream, _ = open_stream(
         extraction,
         given=options.keys(),
-        at=(layer[0] if layer else None, site[0] if site else "resid_post"),
+        at=(layer, site or "resid_post"),
         device=training.device,
         home=session.home,
         listener=session.console,

@@ -1,4 +1,4 @@
-"""Running a language model over text, its activations stored, by one process or several ranks, or streamed.
+"""Running a language model over text, its activations stored, by one process or several ranks.
 
 Rank r reads the documents i with i mod world_size = r, and writes a store of its own within the joint one.
 """
@@ -6,12 +6,11 @@ Rank r reads the documents i with i mod world_size = r, and writes a store of it
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-import numpy as np
 import torch
 
 from ..base.console import Listener, listening
@@ -23,23 +22,22 @@ from ..base.processes import ALONE, Communicator, communicator
 from ..store.opening import finished_store, note_massive_rows, note_when_stopped
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
-from ..store.shard_writer import ADMITTED, Admission
-from ..store.values import DTYPES
 from ..store.writer import StoreWriter, no_rows, ranked_store
-from .forward import Ahead, Forward, demand_some, fill, in_groups, pass_tokens
+from .forward import Forward, fill, pass_tokens
 from .options import (
     COLUMNS,
     DEFAULT_CONTEXT,
     SHARD_ROWS,
     SITES,
-    TINY_GEMMA2,
     ExtractConfig,
     HookPoint,
     ModelDtype,
     at_revisions,
+    last_layer,
+    module_site,
 )
-from .requests import StoreRequest, demand_same_tokens, layers_of, store_requests
-from .texts import STDLIB_DOCS, Document, Mixture
+from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
+from .texts import Document, Mixture
 from .tokenizer import Chats, known_text
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
@@ -59,6 +57,7 @@ def extract(
     *,
     layer: int | None = None,
     site: str = "resid_post",
+    module: str | None = None,
     **options: Any,
 ) -> ActivationStore: ...
 
@@ -69,6 +68,7 @@ def extract(  # type: ignore[overload-overlap]  # else a list
     *,
     layer: int | Sequence[int] | Literal["all"] | None = None,
     site: str | Sequence[str] = "resid_post",
+    module: str | Sequence[str] | None = None,
     **options: Any,
 ) -> list[ActivationStore]: ...
 
@@ -78,6 +78,7 @@ def extract(
     *,
     layer: int | Sequence[int] | Literal["all"] | None = None,
     site: str | Sequence[str] = "resid_post",
+    module: str | Sequence[str] | None = None,
     name: str | None = None,
     home: str | Path | None = None,
     device: str = "auto",
@@ -98,6 +99,8 @@ def extract(
             or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
             for row.
         site: resid_post, resid_pre, resid_mid, mlp_in, mlp_out, attn_out or attn_z.
+        module: in their place a module by its name, as in `model.layers.3.self_attn.o_proj:in`: its input, or without
+            `:in` its output. `*` is any part of the name, such as every layer, and gives a list of stores.
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
@@ -108,10 +111,15 @@ def extract(
 
     tokenizer = options.pop("tokenizer", None)
     demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
-    sites = [site] if isinstance(site, str) else site
+    sites = _several(site)
     for wanted in sites:
         if wanted not in SITES:
             raise unknown_choice("site", wanted, SITES)
+    modules = list(map(module_site, _several(module)))
+    if modules and (layer or layer == 0 or site != "resid_post"):
+        raise ConfigError(
+            "cannot use both --module and --layer or --site at the same time; use one of them"
+        )
     if isinstance(layer, str) and layer != "all":
         raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     if name is not None:
@@ -131,8 +139,8 @@ def extract(
         specs = [] if given else at_revisions(models, config.model_revision) or []
         sources = [source, *given[1:], *map(find_model, specs[1:])]
         demand_same_tokens(sources, config, listener.note)
-        layers = layers_of(layer, source)
-        requests = store_requests(config, sources, text, layers, sites, name, Home.at(home).stores)
+        points = points_of(sources, layer, sites, modules)
+        requests = store_requests(config, sources, text, points, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
         finished = processes.broadcast_object(
             lambda: {
@@ -145,7 +153,7 @@ def extract(
             text.demand_read()
             from .language_model import LanguageModel  # transformers takes seconds to import
 
-            last = max(request.point.layer for request in requests)
+            last = last_layer(points)
             loaded = [
                 LanguageModel(each, torch_device, dtype=config.model_dtype, last=last)
                 for each in sources
@@ -163,8 +171,13 @@ def extract(
                 note_massive_rows(store, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in finished
-    several = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
+    listed = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
+    several = listed or "*" in (module or "") or not isinstance(module, str | None)
     return stores if several else stores[0]
+
+
+def _several(names: str | Sequence[str] | None) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names or []
 
 
 def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:
@@ -279,7 +292,11 @@ class Extraction:
         metas = {}
         for request, width in zip(requests, widths, strict=True):
             model = self.all.models[request.point.model]
-            origin = {**model.source.origin, "prepend_bos": bool(windows.prefix)}
+            origin = {
+                **model.source.origin,
+                "module": model.modules.named(request.point),
+                "prepend_bos": bool(windows.prefix),
+            }
             reads = model.reads(request.point)
             metas[request.point] = StoreMeta(
                 source=request.source | origin,
@@ -381,119 +398,3 @@ def _progress(
             show(done_rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size_words(size)}")
 
         yield step
-
-
-Blocks = Callable[
-    [Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]
-]
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """One hook point of a model, in place of the stores that a run names.
-
-    `blocks` yields per block the rows in the storage dtype, (R, D), and the numbers of their documents, (R,). Its
-    argument is called after each batch of the model with its numbers of tokens and rows.
-    """
-
-    name: str  # of the store that `sae extract` makes of the same options
-    meta: StoreMeta  # its `store.json`
-    given: dict[str, Any]  # the options of `sae train` that determine the rows
-    blocks: Blocks
-    block_rows: int  # rows per block, about
-
-    @property
-    def hash(self) -> str:
-        return self.meta.request_hash
-
-    @property
-    def d_in(self) -> int:
-        return self.meta.d_in
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        return self.meta.source
-
-    def names(self) -> dict[str, Any]:
-        """The entries of `run.json`: `data`, `data_hash`, and the options as `streamed`."""
-        return {"data": self.name, "data_hash": self.hash, "streamed": self.given}
-
-    def options(self) -> dict[str, Any]:
-        return self.given
-
-
-def open_stream(
-    config: ExtractConfig,
-    *,
-    given: Set[str],
-    at: tuple[int | None, str],
-    device: str,
-    home: Home,
-    listener: Listener,
-    whole: bool = False,
-) -> tuple[Streamed, Extraction]:
-    """Load a model, `whole` or up to the layer, and open a text; `given` names the options that the user set, `at`
-    the layer, None for the middle one, and the site."""
-    from .language_model import LanguageModel  # transformers takes seconds to import
-
-    torch_device = device_named(device)
-    config, source, text = resolved(config, given, torch_device, ALONE)
-    at_revisions(config.model, config.model_revision)  # raises if there are several for one model
-    text.demand_read()
-    layer, site = source.default_layer() if at[0] is None else at[0], at[1]
-    (request,) = store_requests(config, [source], text, [layer], [site], None, home.stores)
-    model = LanguageModel(
-        source, torch_device, head=whole, dtype=config.model_dtype, last=None if whole else layer
-    )
-    extraction = Extraction(config, [model], text, listener)
-    meta, points = extraction.metas([request])[request.point], [request.point]
-    forward = extraction.forward()
-
-    def blocks(
-        show: Callable[[int, int], None],
-    ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-        admission, dtype = Admission(meta), DTYPES[config.dtype]
-        stored = offered = 0
-        with Ahead(extraction.blocks()) as ahead:
-            for group in in_groups(ahead, forward.tokens, config.rows):
-                parts = forward.each(group, points, show)
-                for block, activations in zip(group, parts, strict=True):
-                    for words in block.notes:
-                        listener.note(words)
-                    if not activations:  # all its documents were left out
-                        continue
-                    rows = admission.rows(activations[request.point])
-                    admitted = admission.verdicts(rows) == ADMITTED
-                    rows = rows[admitted]
-                    stored, offered = stored + len(rows), block.offered
-                    # bfloat16 has the range of float32: another type would not help
-                    demand_some(stored, "float32", offered, 1)
-                    yield (
-                        rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
-                        block.columns["document"][admitted],
-                    )
-        demand_some(stored, "float32", offered, 1, ended=True)
-
-    chosen = {name: value for name, value in asdict(config).items() if name in given}
-    revisions = [each.revision or "" for each in text.sources]
-    chosen |= {
-        "model": _absolute(config.model),
-        **({"model_revision": [source.revision]} if source.revision else {}),
-        "layer": layer,
-        "site": site,
-        "rows": config.rows,
-        "context": config.context,
-        "model_dtype": config.model_dtype,
-        "dataset": [_absolute(each.dataset) for each in text.sources],
-        **({"dataset_revision": revisions} if any(revisions) else {}),
-    }
-    if config.chat_template is not None:
-        chosen["chat_template"] = _absolute(config.chat_template)
-    stream = Streamed(request.folder.name, meta, chosen, blocks, extraction.block_rows)
-    return stream, extraction
-
-
-def _absolute(name: str) -> str:
-    """A file's or folder's whole path, which holds in another working directory; other names unchanged."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() and name not in (TINY_GEMMA2, STDLIB_DOCS) else name

@@ -5,7 +5,8 @@ A module has its name in the model with a head, as in `model.layers.3.self_attn.
 Shapes: B windows, T tokens, D = d_in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from os.path import commonpath
@@ -13,8 +14,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..base.errors import ConfigError, ModelError
-from .options import HookPoint
+from ..base.errors import ConfigError, ModelError, did_you_mean
+from ..sae.dictionary import name_of
+from .options import SITES, HookPoint
 from .reads import BEFORE_MLP
 
 MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
@@ -55,6 +57,12 @@ class Modules:
     def at(self, point: HookPoint) -> tuple[str, str]:
         """The path of a hook point's module, and its side; ConfigError, which names the layers that have it, if its
         block has none."""
+        if point.layer is None:
+            name, _, side = point.site.partition(":")
+            paths = self._named(name)
+            if len(paths) != 1:
+                raise self._unknown(name)
+            return paths[0], side
         block = self.blocks[point.layer]
         part = _part_at(block, point.site)
         if part is None:
@@ -72,24 +80,93 @@ class Modules:
         inner, side = part
         return ".".join(filter(None, (self.path, str(point.layer), inner))), side
 
+    def name(self, path: str) -> str:
+        """The name of a module in the model with a head, of which this may be the part without."""
+        is_base = getattr(self.model, "base_model", None) is self.model
+        return f"{self.model.base_model_prefix}.{path}" if is_base else path
+
+    def named(self, point: HookPoint) -> str:
+        """A hook point's module by name, with its side."""
+        path, side = self.at(point)
+        return f"{self.name(path)}:{side}"
+
+    def points(self, pattern: str, model: int = 0) -> list[HookPoint]:
+        """The hook points of a module's name with its side, where * is one part of the name, such as every layer: sites
+        of blocks where they are known, and of the `model` of that number. ConfigError if there are none."""
+        name, _, side = pattern.partition(":")
+        paths = self._named(name)
+        if not paths:
+            raise self._unknown(name)
+        return [self._point(path, side, model) for path in paths]
+
+    def sites(self) -> dict[tuple[str, str], str]:
+        """The known sites by path and side of their modules; the first of several."""
+        found: dict[tuple[str, str], str] = {}
+        for layer, block in enumerate(self.blocks):
+            for site in SITES:
+                if _part_at(block, site) is not None:
+                    found.setdefault(self.at(HookPoint(layer, site)), site)
+        return found
+
+    def never_ran(self, point: HookPoint) -> ModelError:
+        """For a hook point that a forward pass has not come to."""
+        return ModelError(
+            f"{self.named(point)} never ran: expected a module that every forward pass over tokens calls, by "
+            "a model that is not compiled; name another, see `sae extract --list-modules`"
+        )
+
+    def _named(self, pattern: str) -> list[str]:
+        """The paths of the modules with such a name."""
+        wanted = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+        return [
+            path
+            for path, _ in self.model.named_modules()
+            if path and (wanted.fullmatch(path) or wanted.fullmatch(self.name(path)))
+        ]
+
+    def _unknown(self, name: str) -> ConfigError:
+        names = [self.name(path) for path, _ in self.model.named_modules() if path]
+        if "*" in name:
+            names = list(dict.fromkeys(map(folded, names)))
+        question = did_you_mean(name, names, most=3) or "see `sae extract --list-modules`"
+        return ConfigError(
+            f"--module must be the name of a module of the model, got {name!r}; {question}"
+        )
+
+    def _point(self, path: str, side: str, model: int) -> HookPoint:
+        match = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)(?:\.(.+))?", path)
+        if match is None:
+            return HookPoint(None, f"{self.name(path)}:{side}", model)
+        layer, part = int(match[1]), (match[2] or "", side)
+        block = self.blocks[layer]
+        known = (site for site in SITES if _part_at(block, site) == part)
+        return HookPoint(layer, next(known, ":".join(part)), model)
+
     @contextmanager
     def intercepted(self, point: HookPoint, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """While open, forward passes replace the activations, (B, T, D), at a hook point by `replace(activations)`."""
         path, side = self.at(point)
-        block, module = self.blocks[point.layer], self.model.get_submodule(path)
+        module = self.model.get_submodule(path)
+        around = self.model if point.layer is None else self.blocks[point.layer]
         windows: list[int] = []  # B, T
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            windows[:] = given[_first_tensor(given)].shape[-3:-1]
+            shape = given[first_tensor(given)].shape
+            windows[:] = shape[:2] if around is self.model else shape[-3:-1]
 
-        def replaced(activations: Tensor) -> Tensor:
-            if activations.dim() > 3:
-                raise ConfigError(
-                    f"--site {point.site} of a {type(block).__name__} is not defined: expected activations "
-                    f"(batch, tokens, d_in), got {tuple(activations.shape)}; use another site"
-                )
-            # Mixtures of experts and OPT flatten them to (B T, D).
+        def undefined(got: str) -> ConfigError:
+            return ConfigError(
+                f"{self.named(point)} is no hook point: expected activations "
+                f"({', '.join(map(str, windows))}, d_in) of windows of tokens, got {got}; name another site or "
+                "module, see `sae extract --list-modules`"
+            )
+
+        def replaced(activations: Any) -> Tensor:
+            if not isinstance(activations, Tensor):
+                raise undefined(f"a {type(activations).__name__}")
+            if not is_of_tokens(activations, windows):
+                raise undefined(f"{name_of(activations.dtype)} {tuple(activations.shape)}")
             rows = activations.reshape(*windows, -1)
             return replace(rows).reshape(activations.shape)
 
@@ -97,19 +174,20 @@ class Modules:
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            first = _first_tensor(given)
-            given[first] = replaced(given[first])
+            first = first_tensor(given)
+            given[first] = replaced(given.get(first))
             return tuple(given[index] for index in range(len(args))), {
                 name: given[name] for name in kwargs
             }
 
         def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if isinstance(output, tuple):
-                return (replaced(output[0]), *output[1:])
+                first = next((part for part in output if isinstance(part, Tensor)), None)
+                return tuple(replaced(part) if part is first else part for part in output)
             return replaced(output)
 
         with ExitStack() as hooks:
-            hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            hooks.callback(around.register_forward_pre_hook(begin, with_kwargs=True).remove)
             hooks.callback(
                 (
                     module.register_forward_pre_hook(on_input, with_kwargs=True)
@@ -141,6 +219,9 @@ def blocks_of(model: Any, layers: int, name: str) -> str:
 def _part_at(block: nn.Module, site: str) -> tuple[str, str] | None:
     """The part of a block, and its side, that a site is; None if the block has none."""
     modules = dict(block.named_modules())
+    if ":" in site:
+        part, _, side = site.partition(":")
+        return (part, side) if part in modules else None
     if site in PAIRS and modules.keys() >= PAIRS[site]:
         return None
     side, parts = PARTS[site]
@@ -155,7 +236,20 @@ def _part_at(block: nn.Module, site: str) -> tuple[str, str] | None:
     return next(((part, side) for part in parts if modules.get(part) is not None), None)
 
 
-def _first_tensor(given: Mapping[Any, Any]) -> Any:
-    """The key of the activations among a module's arguments, by position or name."""
+def is_of_tokens(tensor: Tensor, windows: Sequence[int]) -> bool:
+    """Whether a tensor is activations of windows of tokens, (B, T, D); mixtures of experts and OPT flatten them."""
+    B, T = windows
+    return tensor.is_floating_point() and tuple(tensor.shape[:-1]) in ((B, T), (B * T,), (1, B * T))
+
+
+def first_tensor(given: Mapping[Any, Any]) -> Any:
+    """The key of the activations among a module's arguments, by position or name; None if none is a tensor."""
     tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
-    return "hidden_states" if 0 not in tensors and "hidden_states" in tensors else tensors[0]
+    if 0 not in tensors and "hidden_states" in tensors:
+        return "hidden_states"
+    return next(iter(tensors), None)
+
+
+def folded(name: str) -> str:
+    """A module's name with * for every number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -181,9 +181,7 @@ class LanguageModel:
             except Reached:
                 return [taken[point] for point in points]
         never = next(point for point in points if point not in taken)
-        raise ModelError(
-            f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one"
-        )
+        raise self.modules.never_ran(never)
 
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """The logits, (B, T, vocabulary), float32; arguments as in `read`. The model must be loaded with its head."""
@@ -220,7 +218,9 @@ class LanguageModel:
 
     def reads(self, point: HookPoint) -> Tensor | None:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
-        if self._random or point.site in ("mlp_in", "attn_z"):
+        if self._random or point.layer is None or not point.has_model_width:
+            return None
+        if point.site == "mlp_in":
             return None
         return weights_read(self._norm_factors, point.layer + (point.site != "resid_pre"))
 
@@ -383,6 +383,13 @@ class Outline:
             return set(names)
         last = max(index for index, name in enumerate(names) if name.startswith(f"{self.path}."))
         return set(names[: last + 1])
+
+
+def modules_of(source: ModelSource) -> Modules:
+    """The modules of a model, without weights unless it is loaded."""
+    if isinstance(source, LoadedSource):
+        return Modules(source.model, blocks_of(source.model, source.layers, source.name))
+    return Outline(source, AutoModel, {}).modules
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:

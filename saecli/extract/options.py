@@ -1,13 +1,14 @@
 """The options of an extraction; names of models and of sites. Imports neither NumPy nor torch: help pages are fast."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from annotated_types import Ge, Le
 
+from ..base.documents import point_words
 from ..base.errors import ConfigError, counted, flag_of
 from ..base.files import regular
 from ..base.options import Config, Positive, Shown, options_of
@@ -18,6 +19,7 @@ TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
 Site = Literal["resid_post", "resid_pre", "resid_mid", "mlp_in", "mlp_out", "attn_out", "attn_z"]
 SITES = get_args(Site)
+SIDES = ("in", "out")  # of a module
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
@@ -28,6 +30,30 @@ CHAT = ("chat", "chat_template", "control_tokens")  # options
 COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
+
+
+def module_site(module: str) -> str:
+    """A module's name with its side, by default the output."""
+    path, colon, side = module.partition(":")
+    if not path or (colon and side not in SIDES):
+        raise ConfigError(
+            "--module must be a module's name, then :in or :out, as in model.layers.3.mlp:out, got "
+            f"{module!r}; see `sae extract --list-modules`"
+        )
+    return f"{path}:{side or 'out'}"
+
+
+def place_given(
+    layer: int | None, site: str | None, module: str | None
+) -> tuple[int | None, str | None]:
+    """Layer and site as the user gives them, or the site that is a module."""
+    if module is None:
+        return layer, site
+    if layer is not None or site is not None:
+        raise ConfigError(
+            "cannot use both --module and --layer or --site at the same time; use one of them"
+        )
+    return None, module_site(module)
 
 
 def at_revision(model: str, revision: str | None) -> str:
@@ -56,7 +82,8 @@ def at_revisions(
 
 
 class HookPoint(NamedTuple):
-    """A site of a block: `layer` from 0, `site` one of `SITES`; `model` is the number of its model among several.
+    """A side of a module: `layer`, from 0, is that of its block, and `site` one of `SITES`, or its name in the block,
+    then `:in` or `:out`; without a layer its name in the model. `model` is the number of its model among several.
 
     resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
     resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
@@ -67,19 +94,38 @@ class HookPoint(NamedTuple):
     mlp_out       the MLP's addition to the residual stream
     """
 
-    layer: int
+    layer: int | None
     site: str
     model: int = 0
+
+    @classmethod
+    def of(cls, origin: Mapping[str, Any], model: int = 0) -> Self:
+        """That of a store's or an input's record."""
+        return cls(origin.get("layer"), origin["site"], model)
+
+    def __str__(self) -> str:
+        return point_words(self.layer, self.site)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a site of a block, or names a module."""
+        return ":" in self.site or (self.layer is not None and self.site in SITES)
 
     @property
     def has_model_width(self) -> bool:
         """Whether activations there have as many dimensions as the residual stream."""
-        return self.site != "attn_z"
+        return ":" not in self.site and self.site != "attn_z"
 
     @property
     def place(self) -> dict[str, Any]:
         """Layer and site by name."""
         return {"layer": self.layer, "site": self.site}
+
+
+def last_layer(points: Iterable[HookPoint]) -> int | None:
+    """The last layer that a pass up to these points needs; None for all, where a module is outside of blocks."""
+    layers = [point.layer for point in points]
+    return None if None in layers else max(layer for layer in layers if layer is not None)
 
 
 @dataclass(frozen=True)

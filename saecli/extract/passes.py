@@ -118,7 +118,7 @@ class Passes:
         """The number of first blocks that a pass with activations replaced at these hook points need not run: 0 where
         later blocks read more of them than the residual stream, as in models whose layers share keys and values. Found
         by trying it on some of the tokens, (B, T)."""
-        blocks = min(point.layer + (point.site == "resid_post") for point in points)
+        blocks = min((point.layer or 0) + (point.site == "resid_post") for point in points)
         if blocks and blocks not in self._repeatable:
             few = token_ids[:1, :PROBED]
             whole, kept = self.states(few, torch.ones_like(few), keep=(blocks,))
@@ -200,6 +200,9 @@ class CleanPass:
             hooks = dict.fromkeys((*reads, *writes), look)
             states, self._below = passes.states(self._token_ids, self._mask, hooks, keep)
         self.states = states[self._replaced]
+        for point in dict.fromkeys((*reads, *writes)):
+            if point not in read:
+                raise passes.model.modules.never_ran(point)
         self.x = torch.cat([read[point] for point in reads], 1)
         self.y = self.x
         if reads != writes:

@@ -79,15 +79,13 @@ def store_requests(
     config: ExtractConfig,
     models: Sequence["ModelSource"],
     text: Mixture,
-    layers: Sequence[int],
-    sites: Sequence[str],
+    points: Sequence[HookPoint],
     name: str | None,
     shelf: Shelf,
 ) -> list[StoreRequest]:
-    """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that is not
+    """The requested stores, one for each of the hook points, all of the same tokens. Since a row that is not
     finite in one store is dropped from all, each `source` lists the other hook points, as `beside`, and of several
     models the other ones, as `models`; derived names end in one hash."""
-    points = _points(models, layers, sites)
     if len(points) > 1 and config.max_norm_multiple is not None:
         raise ConfigError(
             "--max-norm-multiple drops the rows of one store, so it takes one model, layer and site, got "
@@ -125,26 +123,33 @@ def store_requests(
     return requests
 
 
-def layers_of(layer: int | Sequence[int] | str | None, source: "ModelSource") -> Sequence[int]:
-    """The layers that a user names: a number, several, "all", or None for the middle one."""
-    if isinstance(layer, int):
-        return [layer]
-    if isinstance(layer, str):
-        return range(source.layers)
-    return layer or [source.default_layer()]
-
-
-def _points(
-    models: Sequence["ModelSource"], layers: Sequence[int], sites: Sequence[str]
+def points_of(
+    models: Sequence["ModelSource"],
+    layer: int | Sequence[int] | str | None,
+    sites: Sequence[str],
+    modules: Sequence[str] = (),
 ) -> list[HookPoint]:
-    """Every site of every layer of every model; ConfigError for a layer that a model lacks."""
-    for model, layer in product(models, layers):
-        if not 0 <= layer < model.layers:
+    """Every module of such a name, with its side, of every model; else every site of every layer: a number, several,
+    "all", or None for the middle one. ConfigError for one that a model lacks."""
+    if modules:
+        from .language_model import modules_of
+
+        trees = [modules_of(model) for model in models]
+        named = product(enumerate(trees), modules)
+        found = [point for (number, tree), name in named for point in tree.points(name, number)]
+        return list(dict.fromkeys(found))
+    layers: Sequence[int] = range(models[0].layers)
+    if isinstance(layer, int):
+        layers = [layer]
+    elif not isinstance(layer, str):
+        layers = layer or [models[0].default_layer()]
+    for model, number in product(models, layers):
+        if not 0 <= number < model.layers:
             raise ConfigError(
-                f"{model.name} has layers 0 to {model.layers - 1}, got --layer {layer}"
+                f"{model.name} has layers 0 to {model.layers - 1}, got --layer {number}"
             )
     places = product(range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites))
-    return [HookPoint(layer, site, number) for number, layer, site in places]
+    return [HookPoint(number, site, model) for model, number, site in places]
 
 
 def _names(models: Sequence["ModelSource"]) -> list[str]:
@@ -158,9 +163,13 @@ def _names(models: Sequence["ModelSource"]) -> list[str]:
 def _labels(points: Sequence[HookPoint], models: Sequence["ModelSource"]) -> dict[HookPoint, str]:
     """What tells the hook points apart in names of stores, in order of the points."""
     prefixes = [f"{name}-" for name in _names(models)] if len(models) > 1 else [""]
-    return {
-        point: f"{prefixes[point.model]}l{point.layer}-{point.site}" for point in sorted(points)
-    }
+    ordered = sorted(points, key=lambda point: (point.layer is None, point))
+    return {point: prefixes[point.model] + _label(point) for point in ordered}
+
+
+def _label(point: HookPoint) -> str:
+    site = point.site.replace(":", "-")
+    return site if point.layer is None else f"l{point.layer}-{site.lstrip('-')}"
 
 
 def _chat_options(config: ExtractConfig) -> dict[str, Any]:

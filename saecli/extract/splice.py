@@ -68,7 +68,7 @@ class Hooked:
                     f"got {got}; name the model that its rows came from"
                 )
         for point in (*self.reads, *self.writes):
-            if not 0 <= point.layer < layers:
+            if point.layer is not None and not 0 <= point.layer < layers:
                 raise ConfigError(
                     f"--layer must be from 0 to {layers - 1}, the last of {model}, got {point.layer}"
                 )
@@ -96,9 +96,9 @@ def hooked(
             f"need the activations of {' and '.join(map(str, models))}; name another run"
         )
     reads: tuple[HookPoint, ...] = tuple(
-        HookPoint(entry["layer"], entry["site"], models.index(spec))
+        HookPoint.of(entry, models.index(spec))
         for entry, spec in zip(inputs, specs, strict=True)
-        if {"layer", "site"} <= entry.keys()
+        if "site" in entry
     )
     if len(reads) != len(saved.sae.widths):
         raise ConfigError(
@@ -110,7 +110,7 @@ def hooked(
     reads = reads or (point,)
     writes = (_target(name, origin),) if saved.is_transcoder else reads
     for point in (*reads, *writes):
-        if point.site not in SITES:
+        if not point.is_known:
             raise ConfigError(
                 f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got "
                 f"{point.site!r}; use another SAE, or correct its file"
@@ -122,23 +122,27 @@ def _hook_point(
     name: str, origin: Mapping[str, Any], layer: int | None, site: str | None
 ) -> HookPoint:
     """The hook point that an SAE's file names, or that the user gives where it names none."""
-    if site is not None and site not in SITES:
+    if site is not None and ":" not in site and site not in SITES:
         raise unknown_choice("site", site, SITES)
-    for option, value in (("layer", layer), ("site", site)):
-        recorded = origin.get(option)
+    site_option = "module" if site is not None and ":" in site else "site"
+    for option, value, recorded in (
+        ("layer", layer, origin.get("layer")),
+        (site_option, site, origin.get("site")),
+    ):
         if value is not None and recorded is not None and value != recorded:
             raise ConfigError(
                 f"--{option} must be {recorded}, as {name} says, got {value}; leave --{option} out"
             )
-    layer, site = origin.get("layer", layer), origin.get("site", site)
-    if layer is None or site is None:
-        raise ConfigError(f"{name} records no hook point; give --layer and --site")
+    layer = layer if origin.get("layer") is None else origin["layer"]
+    site = origin.get("site", site)
+    if site is None or (layer is None and ":" not in site):
+        raise ConfigError(f"{name} records no hook point; give --layer and --site, or --module")
     return HookPoint(layer, site)
 
 
 def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
     layer, site = origin.get("target_layer"), origin.get("target_site")
-    if layer is None or site is None:
+    if site is None or (layer is None and ":" not in site):
         raise ConfigError(
             f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
             "in its file, got none; name a run of `sae train`"
@@ -184,7 +188,7 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
     """Refuse rows without windows, or that do not fit a model; loads no weights."""
     origin = rows.store.meta.source
     expected = f"{rows.name} cannot be run through a model: expected"
-    if not {"model", "layer", "site", "context"} <= origin.keys():
+    if not {"model", "site", "context"} <= origin.keys():
         raise StoreError(
             f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
             f"or name another store"
@@ -194,10 +198,10 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
             f"{expected} a store that keeps its windows of tokens, got one of an older version; make it "
             "anew by `sae extract`"
         )
-    point = HookPoint(origin["layer"], origin["site"])
+    point = HookPoint.of(origin)
     if point.has_model_width and source.d_model != rows.d_in:
         raise unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
-    if point.layer >= source.layers:
+    if point.layer is not None and point.layer >= source.layers:
         raise unfit(rows, source, f"a layer {point.layer}, got layers 0 to {source.layers - 1}")
     if (
         source.positions is not None

@@ -27,7 +27,7 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 from .hooks import Modules, blocks_of
 from .model_objects import text_config
-from .options import HookPoint
+from .options import HookPoint, module_site
 from .splice import Hooked, hooked
 from .tokens import first_tokens
 
@@ -65,8 +65,8 @@ class Splice:
         x = y if read == written else self._x
         if x is None:
             raise ConfigError(
-                f"cannot splice {self.at.name}: it reads layer {read.layer}, {read.site} after layer "
-                f"{written.layer}, {written.site}, which it predicts; name another run"
+                f"cannot splice {self.at.name}: it reads {read} after {written}, which it predicts; name "
+                "another run"
             )
         if self.replaced is None:
             raise ConfigError(
@@ -145,6 +145,8 @@ def splices(
     def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for part in parts:
             part.replaced = None
+            if part.codes is None:
+                raise modules.never_ran(part.at.written)
 
     with ExitStack() as opened:
         opened.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
@@ -210,8 +212,9 @@ def spliced(
 
     Args:
         sae: as in `evaluate`; several as a list, or as a mapping from names of your own. An SAE that does not record
-            its hook point has it as its key, as in `{(12, "resid_post"): sae}`. `codes` has the keys of a mapping, the
-            names as given, and for SAEs in memory their positions; any position, such as `codes[0]`, works too.
+            its hook point has it as its key, as in `{(12, "resid_post"): sae}`, or a module's name. `codes` has the
+            keys of a mapping, the names as given, and for SAEs in memory their positions; any position, such as
+            `codes[0]`, works too.
         error: add the reconstruction error; the model's output then stays the same, bit for bit, unless codes change.
         change: a function that takes codes, (B, T, F), which it may edit in place, and returns those to decode; `codes`
             has these. For several SAEs a mapping from keys to functions.
@@ -238,8 +241,7 @@ def spliced(
         at = _hooked_at(Home.at(home), each, key)
         if at.written in written:
             raise ConfigError(
-                f"{written[at.written]} and {at.name} both replace layer {at.written.layer}, "
-                f"{at.written.site}; splice one of them"
+                f"{written[at.written]} and {at.name} both replace {at.written}; splice one of them"
             )
         written[at.written] = at.name
         parts[key] = Splice(at, changes.get(key), error)
@@ -270,9 +272,11 @@ def _hooked_at(home: Home, sae: SAELike, key: Hashable) -> Hooked:
     layer, site = None, None
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
         layer, site = key
-    if layer is None and not {"layer", "site"} <= saved.origin.keys():
-        raise ConfigError(
-            f"{subject.name} records no hook point; give it as a key, such as "
-            '{(12, "resid_post"): sae}'
-        )
+    if site is None and "site" not in saved.origin:
+        if not isinstance(key, str) or key == sae:
+            raise ConfigError(
+                f"{subject.name} records no hook point; give it as a key, such as "
+                '{(12, "resid_post"): sae} or {"model.layers.12.mlp:out": sae}'
+            )
+        site = module_site(key)
     return hooked(opened, layer, site)

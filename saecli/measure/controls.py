@@ -324,7 +324,7 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
 
     stored = [*rows.inputs, *([rows.target] if rows.target else [])]
     sources = [each.store.meta.source for each in stored]
-    points = [HookPoint(source["layer"], source["site"]) for source in sources]
+    points = list(map(HookPoint.of, sources))
     windows = stored_windows(stored[0], stored[0].rows)
     tokens = pass_tokens(model.device)
     activations = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32)

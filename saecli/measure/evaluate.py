@@ -361,7 +361,7 @@ def _splices(
                 listener.note(
                     f"{rows.name} came from {spec_of(origin)}, and is run through {source.spec}"
                 )
-            points.append(HookPoint(origin["layer"], origin["site"], specs.index(source.spec)))
+            points.append(HookPoint.of(origin, specs.index(source.spec)))
         reads = writes = tuple(points)
         saes = [measured_saes[index] for index in members]
         if saes[0].rows.target is not None:

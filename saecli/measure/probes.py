@@ -40,7 +40,7 @@ from ..base.errors import ConfigError, ModelError, demand_at_least, did_you_mean
 from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
-from ..extract.options import HookPoint
+from ..extract.options import HookPoint, last_layer, place_given
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.tokenizer import affixes
 from ..sae.dictionary import SAE
@@ -69,6 +69,7 @@ def probe(
     model_revision: str | None = None,
     layer: int | None = None,
     site: str | None = None,
+    module: str | None = None,
     sets: str | Sequence[str] | None = None,
     rows: int = ROWS,
     k: Sequence[int] = COUNTS,
@@ -83,7 +84,7 @@ def probe(
         saes: one or several, as in `evaluate`.
         model: hub id, folder or GGUF file; None for the language model whose activations the SAEs were trained on.
         model_revision: its branch, tag or commit on the hub; None for the one that the SAEs' files name.
-        layer, site: the hook point that the SAEs read, if their files do not say.
+        layer, site, or module: the hook point that the SAEs read, if their files do not say.
         sets: names of the sets of sae-probes, their numbers, or patterns; as one text, separated by commas; None for
             all 113.
         rows: texts per set, half of each class, at least 20.
@@ -106,7 +107,8 @@ def probe(
     demand_at_least("context", context)
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
     opened = [open_sae(Home.at(home), sae, listener) for sae in several or [None]]
-    probed = [hooked(each, layer, site) for each in opened]
+    place = place_given(layer, site, module)
+    probed = [hooked(each, *place) for each in opened]
     _check(probed, k)
     source = model_of(probed, model, model_revision, listener)
     labelled_sets = Sets()
@@ -114,7 +116,7 @@ def probe(
     context = context or min(CONTEXT, source.positions or CONTEXT)
     source.check_context(context)
     points = list(dict.fromkeys(each.read for each in probed))
-    loaded = LanguageModel(source, device_named(device), last=max(point.layer for point in points))
+    loaded = LanguageModel(source, device_named(device), last=last_layer(points))
     last_tokens = LastTokens(loaded, points, context)
     saes_on_device = [each.sae.copy_to(loaded.device) for each in probed]
     lines: list[dict[str, Any]] = []

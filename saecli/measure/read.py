@@ -23,6 +23,7 @@ from ..base.documents import read_json
 from ..base.errors import ConfigError, FormatError, ModelError, demand_at_least, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
+from ..extract.options import last_layer, place_given
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters
@@ -230,6 +231,7 @@ def read(
     top: int = TOP,
     layer: int | None = None,
     site: str | None = None,
+    module: str | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
@@ -242,7 +244,7 @@ def read(
         model: hub id, folder or GGUF file; by default the model that the SAE's file names.
         compare: another such text.
         latents: those to describe; `listed`: all that are among the `top` of a token; by default the `top` strongest.
-        layer, site: the hook point, if the SAE's file has none.
+        layer, site, or module: the hook point, if the SAE's file has none.
 
     Returns:
         The hook point. `tokens`, each with its text (a character of several tokens stands at the first), whether it is
@@ -260,7 +262,7 @@ def read(
         raise unknown_choice("latents", latents, ["listed"])
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)
-    sae_at = hooked(opened, layer, site, "reading a prompt by")
+    sae_at = hooked(opened, *place_given(layer, site, module), "reading a prompt by")
     chosen = None if isinstance(latents, str | None) else np.ravel(latents).tolist()
     for latent in chosen or []:
         if latent not in range(sae_at.sae.d_sae):
@@ -268,8 +270,7 @@ def read(
             raise ConfigError(f"--latent must be from 0 to {last}, got {latent}")
     labels = _labels(opened[0].folder)
     source = model_of([sae_at], model, None, listener)
-    last_layer = max(point.layer for point in sae_at.reads)
-    loaded = LanguageModel(source, device_named(device), last=last_layer)
+    loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
     reader = _Reader(sae_at, loaded, opened[1].origin.get("prepend_bos") is not False)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]
     lines = [reading.lines(top) for reading in readings]

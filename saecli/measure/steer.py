@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
+from ..base.documents import point_words
 from ..base.errors import ConfigError, counted, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import find_model
+from ..extract.options import place_given
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.spliced import Splice, splices
 from ..extract.tokenizer import TokenTexts, affixes, special_ids
@@ -124,7 +126,7 @@ def _hooked(
             candidates.append(number)
     if len(candidates) != 1:
         points = [
-            f"layer {point.layer} {point.site} of {crosscoder.models[point.model]}"
+            f"{point_words(point.layer, point.site, ' ')} of {crosscoder.models[point.model]}"
             for point in crosscoder.writes
         ]
         raise ConfigError(
@@ -155,6 +157,7 @@ def steering(
     scale: float | Sequence[float] | None = None,
     layer: int | None = None,
     site: str | None = None,
+    module: str | None = None,
     special: Sequence[int] | None = None,
     home: str | Path | Home | None = None,
 ) -> Iterator[None]:
@@ -164,13 +167,14 @@ def steering(
             model.generate(**tokenizer("Once", return_tensors="pt"))
 
     Args:
-        sae: as in `evaluate`; one in memory needs `layer` and `site`, the hook point that it reads.
+        sae: as in `evaluate`; one in memory needs `layer` and `site`, or `module`, the hook point that it reads.
         method: add, clamp or ablate, as above; `scale` is in units of the latent's code, one for all latents or each.
         special: token ids whose activations stay; by default the model's BOS, EOS and padding.
     """
     name = getattr(model.config, "name_or_path", None)
     opened = open_sae(Home.at(home), sae, Silent())
-    change = _change(_hooked(opened, method, name, layer, site), method, latents, scale)
+    place = place_given(layer, site, module)
+    change = _change(_hooked(opened, method, name, *place), method, latents, scale)
     if not change.scales:
         raise ConfigError(f"--scale is needed with --method {method}, in units of the code")
     with _changed(model, change, special):
@@ -202,6 +206,7 @@ def steer(
     model_revision: str | None = None,
     layer: int | None = None,
     site: str | None = None,
+    module: str | None = None,
     max_new_tokens: int = NEW_TOKENS,
     temperature: float = 0.0,
     seed: int | None = None,
@@ -228,7 +233,7 @@ def steer(
     if model is not None and model_revision is not None:
         model, model_revision = find_model(model, model_revision).spec, None
     opened = open_sae(home, sae, listener)
-    sae_at = _hooked(opened, method, model, layer, site)
+    sae_at = _hooked(opened, method, model, *place_given(layer, site, module))
     change = _change(sae_at, method, latents, scale)
     largest, store_rows = _largest_on_store(home, opened, device, change.latents) or (None, None)
     if not change.scales:

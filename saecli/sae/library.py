@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..base.console import Listener, Silent
-from ..base.documents import Origin, read_run
+from ..base.documents import Origin, point_words, read_run
 from ..base.errors import HubError, RunError, unknown_choice
 from ..base.home import RUN_MARKER, Home
 from ..store.opening import Joined
@@ -147,12 +147,12 @@ def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
     inputs = origin.get("inputs")
     names = []
     for point in inputs or [origin]:
-        if {"layer", "site"} <= point.keys():
+        if "site" in point:
             model = f" of {point['model']}" if inputs and "model" in point else ""
-            names.append(f"layer {point['layer']} {point['site']}{model}")
-    if not {"target_layer", "target_site"} <= origin.keys():
+            names.append(point_words(point.get("layer"), point["site"], " ") + model)
+    if "target_site" not in origin:
         return names, None
-    return names, f"layer {origin['target_layer']} {origin['target_site']}"
+    return names, point_words(origin.get("target_layer"), origin["target_site"], " ")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
-    saved.sae.metadata = saved.origin | settings
+    saved.sae.metadata = settings | saved.origin
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 
+from ..base.documents import point_words
 from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
@@ -100,7 +101,7 @@ def evaluation_tables(
     alone = [
         [
             name,
-            f"{place['model']}, layer {place['layer']}, {place['site']}",
+            f"{place['model']}, {point_words(place['layer'], place['site'])}",
             *(place[m] for m in EFFECT),
         ]
         for name, measures in _by_source(ranked)
@@ -274,7 +275,7 @@ def _probes_by_set(document: Mapping[str, Any], k: int) -> RenderableType:
         rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
     heads = [f"{run['run']}, k = {k}" for run in runs]
     if len(places) > 1:
-        heads += [f"dense, layer {layer}, {site}" for layer, site in places]
+        heads += [f"dense, {point_words(*place)}" for place in places]
     else:
         heads.append("dense")
     return table("AUC by set", ["set", "texts", *heads], rows)
@@ -331,8 +332,8 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     """The output of `sae steer`: a table of latents, and each prompt with both continuations, a line each."""
     layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
     title = (
-        f"{document['method']} latents of {document['run']} in {document['model']}, layer {layer}, "
-        f"{site}; activations there have a median norm of {number(document['activation_norm'])}"
+        f"{document['method']} latents of {document['run']} in {document['model']}, "
+        f"{point_words(layer, site)}; activations there have a median norm of {number(document['activation_norm'])}"
     )
     columns = {
         "scale": "scale",

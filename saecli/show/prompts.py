@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.style import Style
 from rich.text import Text
 
+from ..base.documents import point_words
 from ..base.errors import counted, printable
 from ..base.files import appearing_whole
 from .report import page_of
@@ -56,7 +57,7 @@ def _cells(latent: Mapping[str, Any]) -> list[Any]:
 
 def _heading(document: Mapping[str, Any]) -> Text:
     points = document.get("inputs", [document])
-    places = " and ".join(f"layer {point['layer']}, {point['site']}" for point in points)
+    places = " and ".join(point_words(point["layer"], point["site"]) for point in points)
     special = sum(token["special"] for token in document["tokens"])
     words = (
         f"{document['run']} in {document['model']}, {places}: "

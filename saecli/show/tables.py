@@ -95,11 +95,34 @@ def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
     return shown
 
 
+def modules_table(document: Mapping[str, Any]) -> RenderableType:
+    """The output of `sae extract --list-modules`; a width stands for (batch, tokens, width)."""
+
+    def cell(side: Mapping[str, Any] | None) -> str:
+        if side is None:
+            return "no tensor"
+        width = side["d_in"]
+        shape = f"({', '.join(map(str, side['shape']))})" if width is None else number(width)
+        return f"{shape} {side['site']}" if side["site"] else shape
+
+    rows = []
+    for module in document["modules"]:
+        layers = module["layers"]
+        span = f"{layers[0]} to {layers[-1]}" if len(layers) > 2 else ", ".join(map(str, layers))
+        is_span = len(layers) <= 2 or layers == list(range(layers[0], layers[-1] + 1))
+        span = span if is_span else ", ".join(map(str, layers))
+        rows.append([module["module"], span, cell(module["in"]), cell(module["out"])])
+    title = f"modules of {document['model']}: widths of their inputs and outputs, and the sites that they are"
+    return table(title, ["--module", "layers", ":in", ":out"], rows)
+
+
 def _store_lines(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
     source, norms = store["source"], store["norms"]
-    names = ("model", "site", "dataset", "file", "key")
+    names = ("model", "site", "module", "dataset", "file", "key")
     lines = [[name, source[name]] for name in names if source.get(name) is not None]
-    if "layer" in source:
+    if source.get("module") == source.get("site"):  # a module outside of blocks
+        lines = [line for line in lines if line[0] != "module"]
+    if source.get("layer") is not None:
         of_layers = f" of {source['layers']}, from 0" if "layers" in source else ""
         lines.insert(1, ["layer", f"{source['layer']}{of_layers}"])
     if "context" in source:

@@ -182,8 +182,10 @@ class StoreMeta:
             "request_hash",
         )
         features = {"features": self.world.features} if self.world else {}
-        # A commit that leaves the model's weights and tokenizer as they were leaves the rows.
-        source = {name: value for name, value in self.source.items() if name != "revision"}
+        # A commit that leaves the model's weights and tokenizer leaves the rows; older stores name no module.
+        source = {
+            name: value for name, value in self.source.items() if name not in ("revision", "module")
+        }
         return {**source, **features, **{name: getattr(self, name) for name in names}}
 
     def extended(self, entries: Sequence[JournalEntry]) -> Self:

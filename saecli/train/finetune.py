@@ -15,10 +15,9 @@ from ..base.errors import ConfigError, RunError
 from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import communicator
-from ..extract.extraction import Streamed, open_stream
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import ModelSource
-from ..extract.options import ExtractConfig
+from ..extract.options import ExtractConfig, place_given
 from ..extract.passes import Passes
 from ..extract.splice import (
     Hooked,
@@ -30,6 +29,7 @@ from ..extract.splice import (
     stored_windows,
     unfit,
 )
+from ..extract.streaming import Streamed, open_stream
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..store.opening import Joined, open_joined
@@ -80,7 +80,7 @@ class Opened:
         """Open what `sae finetune` names."""
         processes, (config, training, text) = communicator(), settings
         opened = subject, saved = open_sae(home, sae, listener)
-        acts = hooked(opened, config.layer, config.site, "fine-tuning")
+        acts = hooked(opened, *place_given(config.layer, config.site, config.module), "fine-tuning")
         source = model_of([acts], config.model, config.model_revision, listener)
         stores: Joined | Streamed
         if "dataset" in text:

@@ -52,6 +52,10 @@ class Finetune(SolverConfig):
     site: Annotated[
         str | None, Shown("Hook point in the block, if RUN does not say.", once=True, advanced=True)
     ] = None
+    module: Annotated[
+        str | None,
+        Shown("Or the module where RUN acts, if it does not say.", once=True, advanced=True),
+    ] = None
     tokens: Annotated[
         Count, Shown("Tokens to train on; shorter text is passed over again.", once=True)
     ] = 500_000

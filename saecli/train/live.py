@@ -16,8 +16,8 @@ import numpy as np
 
 from ..base.console import Listener
 from ..base.errors import ConfigError
-from ..extract.extraction import Streamed
 from ..extract.forward import Ahead
+from ..extract.streaming import Streamed
 from ..store.opening import note_massive
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part, Split

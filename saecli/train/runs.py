@@ -33,7 +33,7 @@ from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, lock_folder, regular, to_json, write_json
 from ..base.home import RUN_MARKER, Home
 from ..base.options import toml_lines
-from ..extract.extraction import Streamed
+from ..extract.streaming import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native

@@ -46,6 +46,7 @@ HOOKS = {site: hook for hook, site in SITES.items()} | {"attn_z": Z}
 NORMALIZED = "ln2.hook_normalized"
 PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "self_attn.out_proj")
 SIDES = {"input": "in", "output": "out"}
+ENDINGS = (":in", ":out")
 MODULES = {  # by transformers' name and its side, exact in all models
     ":in": "resid_pre",
     ":out": "resid_post",
@@ -130,8 +131,10 @@ def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
 
 
 def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
-    """TransformerLens' name of a hook point, if its layer and site, after `of`, have one."""
+    """TransformerLens' name of a hook point, if its layer and site, after `of`, have one; a module's with its side."""
     layer, site = origin.get(f"{of}layer"), origin.get(f"{of}site", "")
+    if ":" in site:
+        return site if layer is None else f"layers.{layer}.{site}"
     hook = HOOKS.get(site, site)
     return f"blocks.{layer}.{hook}" if layer is not None and "hook_" in hook else None
 
@@ -140,7 +143,9 @@ def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
     """As `origin_of_hook`, of transformers' name of a module, and the `side` of it if the name has none."""
     match = _MODULE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        return {}
+        return {f"{of}site": name} if isinstance(name, str) and name.endswith(ENDINGS) else {}
+    if name.endswith(ENDINGS):
+        return {f"{of}layer": int(match[1]), f"{of}site": match[2]}
     module = ".".join(part for part in (match[2], side) if part)
     return {f"{of}layer": int(match[1]), f"{of}site": site_of(module)}
 

@@ -452,7 +452,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
 
     sae, origin = saved.sae, saved.origin
     ends = ("layer", "site", "target_layer", "target_site")
-    missing = [name for name in ends if name not in origin]
+    missing = [name for name in ends if origin.get(name) is None]
     if missing:
         raise FormatError(
             "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.console import Listener, listening
-from ...base.documents import read_run
+from ...base.documents import point_words, read_run
 from ...base.errors import ConfigError, ModelError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
-from ...extract.options import COLUMNS, at_revision
+from ...extract.options import COLUMNS, HookPoint, at_revision
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
@@ -118,6 +118,13 @@ def _texts_and_outputs(
             return TokenNumbers(), None
     place = find_model(model, recorded_revision(model, [stored_model]))
     width = run.sae.W_dec[:1, run.sae.hook_columns[-1]].shape[1]
+    written = run.rows.target.store if run.rows.target else store
+    point = HookPoint(None, written.meta.source.get("site", "resid_post"))
+    if not point.has_model_width:
+        notes.append(
+            f"{point.site} is not in the residual stream, so no tokens are listed that a latent promotes"
+        )
+        return TokenTexts(load_tokenizer(place)), None
     if place.d_model != width:
         raise ConfigError(
             f"{run.subject.name} cannot be read through {model}: expected a model of width {width}, got "
@@ -291,7 +298,7 @@ def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
     sae, source = run.sae, run.saved.origin | run.store.meta.source
     if inputs := run.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
         names = [
-            f"{place['site']} of layer {place['layer']} of "
+            f"{point_words(place.get('layer'), place['site'])} of "
             + Path(place.get("model", source.get("model"))).name
             for place in inputs
         ]
