@@ -23,7 +23,7 @@ MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp
 ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
 PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense", "attention.out_proj", "output.dense", "Wo")
 # Norms before the residual stream (Gemma 2, GLM 4); last layers, where attention or MLP return their sum with the
-# residual stream (BLOOM, MPT).
+# residual stream (BLOOM, MPT; `output.dense` of BERT and ESM).
 NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
 # The first of these parts of a block that it has; "" is the block itself. fc1 and fc2 stand in blocks that have no
@@ -31,10 +31,13 @@ LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
 PARTS: dict[str, tuple[str, list[str]]] = {
     "resid_pre": ("in", [""]),
     "resid_post": ("out", [""]),
-    "resid_mid": ("in", [*BEFORE_MLP]),
-    "mlp_in": ("in", [*MLPS, "fc1", *EXPERTS]),
-    "mlp_out": ("out", [*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS]),
-    "attn_out": ("out", ["post_self_attn_layernorm", "self_attention.dense", *ATTENTIONS]),
+    "resid_mid": ("in", [*BEFORE_MLP, "mlp_norm"]),
+    "mlp_in": ("in", [*MLPS, "fc1", *EXPERTS, "intermediate"]),
+    "mlp_out": ("out", [*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS, "output.dense"]),
+    "attn_out": (
+        "out",
+        ["post_self_attn_layernorm", "self_attention.dense", "attention.output.dense", *ATTENTIONS],
+    ),
     "attn_z": ("in", [".".join(names) for names in product(ATTENTIONS, PROJECTIONS)]),
 }
 # Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
@@ -149,10 +152,12 @@ class Modules:
         module = self.model.get_submodule(path)
         around = self.model if point.layer is None else self.blocks[point.layer]
         windows: list[int] = []  # B, T
+        added: list[Tensor] = []  # to the residual stream, which passes the MLP by
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             shape = given[first_tensor(given)].shape
+            added.clear()
             windows[:] = shape[:2] if around is self.model else shape[-3:-1]
 
         def undefined(got: str) -> ConfigError:
@@ -168,7 +173,10 @@ class Modules:
             if not is_of_tokens(activations, windows):
                 raise undefined(f"{name_of(activations.dtype)} {tuple(activations.shape)}")
             rows = activations.reshape(*windows, -1)
-            return replace(rows).reshape(activations.shape)
+            new = replace(rows)
+            if new is not rows and (point.site, side) == ("resid_mid", "in"):
+                added.append(new - rows)
+            return new.reshape(activations.shape)
 
         def on_input(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,7 +194,16 @@ class Modules:
                 return tuple(replaced(part) if part is first else part for part in output)
             return replaced(output)
 
+        def on_block(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not added:
+                return output
+            if isinstance(output, tuple):
+                return (output[0] + added.pop(), *output[1:])
+            return output + added.pop()
+
         with ExitStack() as hooks:
+            if point.site == "resid_mid":
+                hooks.callback(around.register_forward_hook(on_block, prepend=True).remove)
             hooks.callback(around.register_forward_pre_hook(begin, with_kwargs=True).remove)
             hooks.callback(
                 (
@@ -233,6 +250,8 @@ def _part_at(block: nn.Module, site: str) -> tuple[str, str] | None:
             parts = ["pre_feedforward_layernorm", "mlp"]
     if site == "resid_mid" and getattr(block, "use_parallel_residual", False):  # Pythia
         return None
+    if site == "resid_mid" and "attention.output" in modules:  # BERT, ESM
+        return "attention", "out"
     return next(((part, side) for part in parts if modules.get(part) is not None), None)
 
 

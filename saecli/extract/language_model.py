@@ -8,16 +8,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoTokenizer,
 )
 from transformers.utils import logging
@@ -42,7 +44,8 @@ class LanguageModel:
     """A loaded language model of `size` parameters, including blocks that are not loaded, and its tokenizer.
 
     Args:
-        head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused.
+        head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused, unless it is "any"
+            and the model predicts masked tokens: `mask_token` is then the token that stands for them, else None.
         dtype: see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
         last: the last layer to load, where that is safe; None for all.
@@ -54,13 +57,14 @@ class LanguageModel:
         self,
         source: ModelSource,
         device: torch.device,
-        head: bool = False,
+        head: bool | Literal["any"] = False,
         dtype: str = "auto",
         weights_seed: int | None = None,
         last: int | None = None,
     ) -> None:
         self.source, self.device = source, device
         self._random = weights_seed is not None
+        self.mask_token: int | None = None
         if isinstance(source, LoadedSource):
             self._take(source)
             return
@@ -70,7 +74,10 @@ class LanguageModel:
         }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        loader: Any = _with_head(source) if head else AutoModel
+        is_masked = head == "any" and _predicts_masked(source)
+        loader: Any = AutoModel
+        if head:
+            loader = AutoModelForMaskedLM if is_masked else _with_head(source)
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
@@ -94,7 +101,9 @@ class LanguageModel:
         self._demand_tokens()
         self.size = outline.size
         self.modules = Modules(self.model, outline.path, outline.modules.all_blocks)
-        if head:
+        if is_masked:
+            self.mask_token = self.tokenizer.mask_token_id
+        if head and self.mask_token is None:
             self._demand_causal()
 
     def _take(self, source: LoadedSource) -> None:
@@ -229,6 +238,13 @@ class LanguageModel:
         if isinstance(self.source, LoadedSource):
             return loaded_norm_factors(self.blocks)
         return norm_factors(self.modules.all_blocks, self.modules.path, self.source.location)
+
+
+def _predicts_masked(source: ModelSource) -> bool:
+    decodes = [
+        getattr(source.config, f"is_{name}", False) for name in ("decoder", "encoder_decoder")
+    ]
+    return type(source.config) in MODEL_FOR_MASKED_LM_MAPPING and not any(decodes)
 
 
 def _with_head(source: ModelSource) -> Any:

@@ -136,7 +136,7 @@ class ExtractConfig(Config):
 
     model: Annotated[
         str,
-        Shown(f"Hub id, folder or GGUF file of a causal language model; {TINY_GEMMA2} is bundled."),
+        Shown(f"Hub id, folder or GGUF file of a language model; {TINY_GEMMA2} is bundled."),
     ] = "google/gemma-2-2b"
     model_revision: Annotated[
         tuple[str, ...] | None,

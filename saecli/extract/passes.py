@@ -17,7 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,6 +40,7 @@ CACHED_LOGITS = 1 << 20  # measured at once on a CPU, to stay in its cache: 4 MB
 ZERO_TOKENS = 4096  # about, that the zeroed model is run over
 CLEARLY = 5  # standard errors above 0
 NO_NEXT = -1
+MASKED = 0.15  # of the rows, as BERT and ESM-2 were trained
 
 
 class Below(NamedTuple):
@@ -161,10 +164,12 @@ def _copied(output: Any) -> Any:
 class CleanPass:
     """A batch of windows run through a model as it is.
 
+    Of a model that predicts masked tokens, m of the n rows are masked and predicted; else m is n.
+
     x: activations at the hook points read, side by side, (n, D).
     y: at those written, (n, E).
-    states: inputs of the head, (n, d_model).
-    next_tokens: (n,) int64, NO_NEXT at the end of a window's text.
+    states: inputs of the head, (m, d_model).
+    next_tokens: to be predicted, (m,) int64, NO_NEXT at the end of a window's text.
     """
 
     def __init__(
@@ -179,16 +184,16 @@ class CleanPass:
         self.passes, self.writes = passes, writes
         self._token_ids, self._mask, replaced = padded(windows)  # (B, T); mask 0 at padding
         passes.model.check_tokens(self._token_ids)
-        next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
-        of_text = self._mask.clone()
-        for row, window in enumerate(windows):
-            text_end = window.length - len(passes.suffix)
-            if window.token_ids[text_end:].tolist() == passes.suffix:
-                of_text[row, text_end:] = 0  # added after the window's text, perhaps mid-document
-        has_next = functional.pad(of_text[:, 1:], (0, 1)).bool()
-        next_tokens = torch.where(has_next, next_tokens, NO_NEXT)[replaced]
+        if passes.model.mask_token is None:
+            scored, next_tokens = replaced, self._next_tokens(windows)[replaced]
+        else:
+            scored = hidden_tokens(windows, replaced)
+            next_tokens = self._token_ids[scored]
+            self._token_ids[scored] = passes.model.mask_token
         self.next_tokens = next_tokens.to(passes.model.device)
-        self._replaced = replaced.to(passes.model.device)
+        self._replaced, self._scored = (
+            which.to(passes.model.device) for which in (replaced, scored)
+        )
         keep = {passes.repeatable(part, self._token_ids) for part in parts or [writes]} - {0}
         read: dict[HookPoint, Tensor] = {}
 
@@ -199,7 +204,7 @@ class CleanPass:
         with torch.no_grad():
             hooks = dict.fromkeys((*reads, *writes), look)
             states, self._below = passes.states(self._token_ids, self._mask, hooks, keep)
-        self.states = states[self._replaced]
+        self.states = states[self._scored]
         for point in dict.fromkeys((*reads, *writes)):
             if point not in read:
                 raise passes.model.modules.never_ran(point)
@@ -207,6 +212,17 @@ class CleanPass:
         self.y = self.x
         if reads != writes:
             self.y = torch.cat([read[point] for point in writes], 1)
+
+    def _next_tokens(self, windows: Sequence[StoredWindow]) -> Tensor:
+        """The token after each, (B, T)."""
+        next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
+        of_text = self._mask.clone()
+        for row, window in enumerate(windows):
+            text_end = window.length - len(self.passes.suffix)
+            if window.token_ids[text_end:].tolist() == self.passes.suffix:
+                of_text[row, text_end:] = 0  # added after the window's text, perhaps mid-document
+        has_next = functional.pad(of_text[:, 1:], (0, 1)).bool()
+        return torch.where(has_next, next_tokens, NO_NEXT)
 
     def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
         """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
@@ -229,7 +245,7 @@ class CleanPass:
         below = self._below.get(self.passes.repeatable(writes, self._token_ids))
         hooks = dict.fromkeys(writes, replace)
         states, _ = self.passes.states(self._token_ids, self._mask, hooks, below=below)
-        return states[self._replaced]
+        return states[self._scored]
 
     def losses(self, states: Tensor) -> Tensor:
         """The cross-entropy of the next token, (n,) float32, given inputs of the head; 0 where there is none."""
@@ -307,6 +323,18 @@ class CleanPass:
             yield rows, logits[rows.start - block.start : rows.stop - block.start]
 
 
+def hidden_tokens(windows: Sequence[StoredWindow], replaced: Tensor) -> Tensor:
+    """The tokens that a masked model is to predict, (B, T) bool: `MASKED` of each window's rows, at least one, by a
+    seed that its tokens are."""
+    hidden = torch.zeros_like(replaced)
+    for row, window in enumerate(windows):
+        rows = np.flatnonzero(window.replaced)
+        chosen = np.random.default_rng(crc32(window.token_ids.tobytes()))
+        count = max(1, round(MASKED * len(rows)))
+        hidden[row, chosen.choice(rows, count, replace=False)] = True
+    return hidden
+
+
 def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
     size = max(1, size)
     for first in range(start, stop, size):
@@ -351,7 +379,7 @@ def effects(
         mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
         written (ce_clean and the mean rise on the tokens where it was measured); ce_recovered,
         `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, or None where that rise is not `CLEARLY` above 0; kl, the mean
-        KL(clean || spliced) in nats.
+        KL(clean || spliced) in nats. Of a model that predicts masked tokens all are of these, see `hidden_tokens`.
 
     Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
     the same on a fraction of the tokens.
@@ -367,7 +395,7 @@ def effects(
         )
         for number, passes in enumerate(models)
     ]
-    tokens = predictions = tokens_zeroed = predictions_zeroed = 0
+    tokens = counted = predictions = tokens_zeroed = predictions_zeroed = 0
     for batch in in_batches(windows, pass_tokens(models[0].model.device)):
         clean_passes = [
             CleanPass(passes, batch, points, points, own_parts)
@@ -388,6 +416,7 @@ def effects(
             clean_sums[number] += _add(own, clean, predicted, zero_too)
         scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
         tokens += len(x)
+        counted += len(clean_passes[0].states)
         predictions += scored
         if zero_too:
             tokens_zeroed += len(x)
@@ -404,8 +433,8 @@ def effects(
             "ce_spliced": spliced,
             "ce_zero": clean + rise,
             "ce_recovered": 1 - (spliced - clean) / rise if rise > CLEARLY * error else None,
-            "kl": _ratio(own.spliced[1, sae], tokens),
-            "tokens": tokens,
+            "kl": _ratio(own.spliced[1, sae], counted),
+            "tokens": counted,
         }
 
     return [[measures(own, index) for own in sums] for index in range(len(saes))]

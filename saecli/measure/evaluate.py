@@ -277,6 +277,10 @@ def evaluate_all(
             "clearly, so there is nothing to recover"
         )
     if splices:
+        if any(passes.model.mask_token is not None for each in splices for passes in each.models):
+            listener.note(
+                "15% of the tokens are masked: cross-entropy and KL are of these, in the clean model too"
+            )
         listener.note(
             "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are "
             "left out of the means"
@@ -347,7 +351,7 @@ def _splices(
     for _, pairs in groups:
         for _, source in pairs:
             if source.spec not in models:
-                models[source.spec] = Passes(LanguageModel(source, device, head=True))
+                models[source.spec] = Passes(LanguageModel(source, device, head="any"))
     splices = []
     for members, pairs in groups:
         specs = list(dict.fromkeys(source.spec for _, source in pairs))

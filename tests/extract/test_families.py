@@ -213,6 +213,12 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
         if (layer, "resid_mid") in plain and (layer, "attn_out") in plain:
             middle = read(layer, "resid_pre") + read(layer, "attn_out")
             assert (middle - read(layer, "resid_mid")).abs().max() < 1e-3
+            if (layer, "mlp_out") not in plain:
+                continue
+            other = torch.randn(3, 9, 32, generator=torch.Generator().manual_seed(layer))
+            with model.modules.intercepted(HookPoint(layer, "resid_mid"), lambda _, x=other: x):
+                after, added = read(layer, "resid_post"), read(layer, "mlp_out")
+            assert (after - added - other[MASK == 1]).abs().max() < 1e-3
         if (layer, "mlp_out") in plain:
             with model.modules.intercepted(HookPoint(layer, "mlp_out"), torch.zeros_like):
                 without = read(layer, "resid_post")
