@@ -15,7 +15,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, StoreError, counted, size_words, unknown_choice
+from ..base.errors import ConfigError, StoreError, counted, size_words
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
@@ -28,7 +28,6 @@ from .options import (
     COLUMNS,
     DEFAULT_CONTEXT,
     SHARD_ROWS,
-    SITES,
     ExtractConfig,
     HookPoint,
     ModelDtype,
@@ -57,7 +56,6 @@ def extract(
     *,
     layer: int | None = None,
     site: str = "resid_post",
-    module: str | None = None,
     **options: Any,
 ) -> ActivationStore: ...
 
@@ -68,7 +66,6 @@ def extract(  # type: ignore[overload-overlap]  # else a list
     *,
     layer: int | Sequence[int] | Literal["all"] | None = None,
     site: str | Sequence[str] = "resid_post",
-    module: str | Sequence[str] | None = None,
     **options: Any,
 ) -> list[ActivationStore]: ...
 
@@ -78,7 +75,6 @@ def extract(
     *,
     layer: int | Sequence[int] | Literal["all"] | None = None,
     site: str | Sequence[str] = "resid_post",
-    module: str | Sequence[str] | None = None,
     name: str | None = None,
     home: str | Path | None = None,
     device: str = "auto",
@@ -99,23 +95,20 @@ def extract(
             or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
             for row.
         site: resid_post, resid_pre, resid_mid, mlp_in, mlp_out, attn_out or attn_z.
-        module: in their place a module by its name, as in `model.layers.3.self_attn.o_proj:in`: its input, or without
-            `:in` its output. `*` is any part of the name, such as every layer, and gives a list of stores.
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
-        **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
+        **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on; and
+            `module`, in place of layer and site one or several modules by name, as in
+            `model.layers.3.self_attn.o_proj:in`: its input, or without `:in` its output. `*` is any part of the name,
+            such as every layer, and gives a list of stores.
     """
     from .model_objects import in_eval_mode, loaded_sources
     from .model_source import find_model  # transformers takes seconds to import
 
-    tokenizer = options.pop("tokenizer", None)
+    tokenizer, module = (options.pop(name, None) for name in ("tokenizer", "module"))
     demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
-    sites = _several(site)
-    for wanted in sites:
-        if wanted not in SITES:
-            raise unknown_choice("site", wanted, SITES)
-    modules = list(map(module_site, _several(module)))
+    modules = list(map(module_site, [module] if isinstance(module, str) else module or ()))
     if modules and (layer or layer == 0 or site != "resid_post"):
         raise ConfigError(
             "cannot use both --module and --layer or --site at the same time; use one of them"
@@ -139,6 +132,7 @@ def extract(
         specs = [] if given else at_revisions(models, config.model_revision) or []
         sources = [source, *given[1:], *map(find_model, specs[1:])]
         demand_same_tokens(sources, config, listener.note)
+        sites = [site] if isinstance(site, str) else site
         points = points_of(sources, layer, sites, modules)
         requests = store_requests(config, sources, text, points, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
@@ -174,10 +168,6 @@ def extract(
     listed = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
     several = listed or "*" in (module or "") or not isinstance(module, str | None)
     return stores if several else stores[0]
-
-
-def _several(names: str | Sequence[str] | None) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names or []
 
 
 def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:

@@ -169,8 +169,9 @@ class Modules:
 
         def replaced(activations: Any) -> Tensor:
             if not isinstance(activations, Tensor):
-                raise undefined(f"a {type(activations).__name__}")
-            if not is_of_tokens(activations, windows):
+                got = "no tensor" if activations is None else f"a {type(activations).__name__}"
+                raise undefined(got)
+            if windows and not is_of_tokens(activations, windows):
                 raise undefined(f"{name_of(activations.dtype)} {tuple(activations.shape)}")
             rows = activations.reshape(*windows, -1)
             new = replace(rows)
@@ -184,22 +185,23 @@ class Modules:
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             first = first_tensor(given)
             given[first] = replaced(given.get(first))
-            return tuple(given[index] for index in range(len(args))), {
-                name: given[name] for name in kwargs
-            }
+            positional = tuple(given[index] for index in range(len(args)))
+            return positional, {name: given[name] for name in kwargs}
 
         def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if isinstance(output, tuple):
-                first = next((part for part in output if isinstance(part, Tensor)), None)
-                return tuple(replaced(part) if part is first else part for part in output)
-            return replaced(output)
+            if not isinstance(output, tuple):
+                return replaced(output)
+            parts = dict(enumerate(output))
+            first = first_tensor(parts)
+            parts[first] = replaced(parts.get(first))
+            return tuple(parts.values())
 
         def on_block(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not added:
                 return output
-            if isinstance(output, tuple):
-                return (output[0] + added.pop(), *output[1:])
-            return output + added.pop()
+            first, *rest = output if isinstance(output, tuple) else [output]
+            first = first + added.pop()
+            return (first, *rest) if isinstance(output, tuple) else first
 
         with ExitStack() as hooks:
             if point.site == "resid_mid":

@@ -7,11 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError, counted
+from ..base.errors import ConfigError, counted, unknown_choice
 from ..base.home import Shelf, checked_name
 from ..store.opening import DERIVED
 from ..store.schema import hash_request
-from .options import ExtractConfig, HookPoint
+from .options import SITES, ExtractConfig, HookPoint
 from .texts import Mixture
 from .tokenizer import affixes
 
@@ -138,6 +138,9 @@ def points_of(
         named = product(enumerate(trees), modules)
         found = [point for (number, tree), name in named for point in tree.points(name, number)]
         return list(dict.fromkeys(found))
+    for site in sites:
+        if site not in SITES:
+            raise unknown_choice("site", site, SITES)
     layers: Sequence[int] = range(models[0].layers)
     if isinstance(layer, int):
         layers = [layer]

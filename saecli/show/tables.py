@@ -108,10 +108,10 @@ def modules_table(document: Mapping[str, Any]) -> RenderableType:
     rows = []
     for module in document["modules"]:
         layers = module["layers"]
-        span = f"{layers[0]} to {layers[-1]}" if len(layers) > 2 else ", ".join(map(str, layers))
-        is_span = len(layers) <= 2 or layers == list(range(layers[0], layers[-1] + 1))
-        span = span if is_span else ", ".join(map(str, layers))
-        rows.append([module["module"], span, cell(module["in"]), cell(module["out"])])
+        words = ", ".join(map(str, layers))
+        if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
+            words = f"{layers[0]} to {layers[-1]}"
+        rows.append([module["module"], words, cell(module["in"]), cell(module["out"])])
     title = f"modules of {document['model']}: widths of their inputs and outputs, and the sites that they are"
     return table(title, ["--module", "layers", ":in", ":out"], rows)
 

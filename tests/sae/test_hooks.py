@@ -328,6 +328,8 @@ def test_hook_z_is_attn_z_where_values_have_no_bias(
     saved = load(published.saelens(tmp_path, metadata=hooks).path)
     assert saved.origin["site"] == site
     save(saved, "saelens", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "cfg.json").read_text())
+    assert written["reshape_activations"] == ("hook_z" if site == "attn_z" else "none")
     assert load(tmp_path / "out").origin == saved.origin
 
 

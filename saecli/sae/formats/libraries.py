@@ -158,7 +158,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         "device": "cpu",
         "apply_b_dec_to_input": False,
         "normalize_activations": "none",
-        "reshape_activations": "none",
+        "reshape_activations": "hook_z" if origin.get("site") == "attn_z" else "none",
         "metadata": metadata,
     }
     if saved.is_transcoder:
