@@ -21,7 +21,16 @@ from .reads import BEFORE_MLP
 
 MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
 ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
-PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense", "attention.out_proj", "output.dense", "Wo")
+PROJECTIONS = (
+    "o_proj",
+    "c_proj",
+    "out_proj",
+    "dense",
+    "attention.out_proj",
+    "output.dense",
+    "Wo",
+    "out_lin",
+)
 # Norms before the residual stream (Gemma 2, GLM 4); last layers, where attention or MLP return their sum with the
 # residual stream (BLOOM, MPT; `output.dense` of BERT and ESM).
 NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
@@ -74,9 +83,10 @@ class Modules:
                 for layer, other in enumerate(self.all_blocks)
                 if _part_at(other, point.site)
             ]
+            named = "a module of that name" if ":" in point.site else "an MLP alone"
             raise ConfigError(
                 f"--site {point.site} is unknown in a {type(block).__name__}: expected "
-                f"{EXPECTED.get(point.site, 'an MLP alone')}, got "
+                f"{EXPECTED.get(point.site, named)}, got "
                 f"{', '.join(dict(block.named_children()))}; "
                 "use " + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre")
             )

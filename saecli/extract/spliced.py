@@ -31,6 +31,7 @@ from .options import HookPoint, module_site
 from .splice import Hooked, hooked
 from .tokens import first_tokens
 
+KINDS = ("bos", "eos", "pad", "cls", "sep")  # of special tokens in a configuration
 Change = Callable[[Tensor], Tensor]  # of codes, (B, T, F)
 
 
@@ -117,15 +118,15 @@ def splices(
     special: Sequence[int] | None = None,
     everywhere: bool = False,
 ) -> Iterator[None]:
-    """While open, SAEs act in the forward passes of a model: not at `special` tokens, by default its BOS, EOS and
-    padding, and not at the first token of a text, unless `everywhere`."""
+    """While open, SAEs act in the forward passes of a model: not at `special` tokens, by default its BOS, EOS, CLS, SEP
+    and padding, and not at the first token of a text, unless `everywhere`."""
     config = text_config(model)
     name = getattr(config, "name_or_path", "") or type(model).__name__
     for part in parts:
         part.at.check(config.hidden_size, config.num_hidden_layers, name)
     modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
     if special is None:
-        given = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
+        given = [getattr(config, f"{kind}_token_id", None) for kind in KINDS]
         ids = np.hstack([[], *(token for token in given if token is not None)])
     else:
         ids = np.array(special)
