@@ -99,8 +99,13 @@ def command(
             raise ConfigError(
                 f"{flag_of(min(idle))} does nothing with --list-modules; leave one of them out"
             )
-        models, revisions = options.get("model", ()), options.get("model_revision") or (None,)
-        document = modules_document((*models, ExtractConfig.model)[0], revisions[0], device)
+        models, revisions = (
+            options.get("model", (ExtractConfig.model,)),
+            options.get("model_revision"),
+        )
+        if len(models) > 1:
+            raise ConfigError(f"--list-modules takes one --model, got {len(models)}; name one")
+        document = modules_document(models[0], revisions[0] if revisions else None, device)
         session.console.print_result(document, modules_table(document))
         return
     layers = options.pop("layer", ())

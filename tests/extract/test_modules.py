@@ -241,6 +241,7 @@ def test_an_sae_that_records_no_hook_point_is_used_at_a_module(
         ("--module model.embed_tokens:in", "model.embed_tokens:in is no hook point"),
         ("--module model.rotary_emb", "got float32 (1, "),
         ("--list-modules --rows 3", "--rows does nothing with --list-modules"),
+        ("--list-modules --model tiny-gemma2", "--list-modules takes one --model, got 2"),
     ],
 )
 def test_modules_that_cannot_be_read_are_refused(
