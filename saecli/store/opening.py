@@ -92,12 +92,10 @@ class Joined:
                     "--layers"
                 )
 
-    def split(
-        self, which: Which, *, fraction: float = 1.0, seed: int = 0, rest: bool = False
-    ) -> Rows | JoinedRows:
+    def split(self, which: Which, **choice: Any) -> Rows | JoinedRows:
         """The same choice of rows from each; see `ActivationStore.split`."""
         inputs, target = (
-            tuple(store.split(which, fraction=fraction, seed=seed, rest=rest) for store in stores)
+            tuple(store.split(which, **choice) for store in stores)
             for stores in (self.inputs, (self.target,) if self.target else ())
         )
         return inputs[0] if self.is_single else JoinedRows(inputs, target[0] if target else None)

@@ -1,0 +1,239 @@
+"""Excerpts of texts on which a latent fires, and of others: from some to label it, from others to score the label.
+
+They come from two samples of a store's documents, of training and of held-out rows, whose tokens and codes are held in
+memory: at most `TRAIN_ROWS`, `TEST_ROWS` and, of each, `MOST_CODES` codes (8 bytes each) or one batch. Cost: encoding
+them once.
+
+Shapes: n tokens of both samples, W windows, E excerpts, D = d_in, F = d_sae.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from scipy.sparse import csc_array, csr_array, vstack
+
+from ..base.console import Listener
+from ..base.errors import ConfigError
+from ..extract.options import COLUMNS
+from ..extract.tokenizer import TokenTexts
+from ..store.split import TEST_FRACTION, Which
+from .latents import CoFiring, in_blocks
+from .measured import Measured
+from .stability import neighbours
+
+LENGTH, BEFORE = 32, 23  # most tokens of an excerpt, and those before its peak
+TRAIN_ROWS, TEST_ROWS, MOST_CODES = 1 << 17, 1 << 15, 1 << 24
+STRONGEST, SAMPLED = 10, 10  # of `shown`
+FIRING, SILENT, NEAR = 20, 20, 10
+NEIGHBOURS = 5  # by cosine, and as many by co-firing
+TRIES = 10  # random windows looked at for each silent one wanted
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """One latent's codes on consecutive tokens of a text."""
+
+    tokens: tuple[str, ...]
+    codes: tuple[float, ...]  # 0 where it is silent
+
+
+@dataclass(frozen=True)
+class LatentExcerpts:
+    """The excerpts from which a latent is labelled, and those on which its label is scored."""
+
+    latent: int
+    shown: tuple[
+        Excerpt, ...
+    ]  # of training rows: the strongest, then sampled over the range of codes
+    firing: tuple[Excerpt, ...]  # of held-out rows, sampled over the range of codes
+    silent: tuple[Excerpt, ...]  # of held-out rows, at random among those where it is silent
+    near: tuple[Excerpt, ...]  # of held-out rows where it is silent and a latent near it fires
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The excerpts of a `LatentExcerpts` as the tokens that they begin at and end before, (E, 2) each."""
+
+    shown: np.ndarray
+    firing: np.ndarray
+    silent: np.ndarray
+    near: np.ndarray
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The tokens of both samples, window after window, with all latents' codes; near latents by decoder and firing."""
+
+    tokens: np.ndarray  # ids, (n,)
+    positions: np.ndarray  # in the model's window, (n,); -1 for tokens that are no rows
+    starts: np.ndarray  # the first token of each window and the end of the last, (W + 1,)
+    trained: int  # tokens of the first sample, of training rows
+    codes: csc_array  # (n, F)
+    near: np.ndarray  # latents near each latent, the nearest first, (F, any number); -1 for none
+
+    @cached_property
+    def windows(self) -> np.ndarray:
+        """The window of each token, (n,)."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+    @cached_property
+    def cells(self) -> np.ndarray:
+        """The cell of each token, (n,): windows are cut into cells of at most `LENGTH` tokens."""
+        inside = np.arange(len(self.tokens)) - self.starts[self.windows]
+        begins = inside % LENGTH == 0
+        return np.cumsum(begins) - 1
+
+    @cached_property
+    def _shuffled(self) -> np.ndarray:
+        held_out = self.trained + np.flatnonzero(self.positions[self.trained :] >= 0)
+        return np.random.default_rng(0).permutation(held_out)
+
+    def fires(self, latent: int) -> np.ndarray:
+        """The tokens on which a latent fires, ascending."""
+        return self.codes.indices[slice(*self.codes.indptr[latent : latent + 2])]
+
+    def peaks(self, latent: int, train: bool) -> np.ndarray:
+        """The tokens at which a latent peaks in each cell of a sample, the strongest first."""
+        tokens, part = self.fires(latent), slice(*self.codes.indptr[latent : latent + 2])
+        kept = (tokens < self.trained) == train
+        tokens, sizes = tokens[kept], abs(self.codes.data[part][kept])
+        order = np.argsort(-sizes, kind="stable")
+        _, first = np.unique(self.cells[tokens[order]], return_index=True)
+        return tokens[order[np.sort(first)]]
+
+    def around(self, tokens: np.ndarray) -> np.ndarray:
+        """The excerpts around tokens, (E, 2)."""
+        windows = self.windows[tokens]
+        first, end = self.starts[windows], self.starts[windows + 1]
+        begins = np.maximum(first, np.minimum(tokens - BEFORE, end - LENGTH))
+        return np.stack([begins, np.minimum(begins + LENGTH, end)], axis=1)
+
+    def spans(self, latent: int) -> Spans:
+        strong, held_out = self.peaks(latent, True), self.peaks(latent, False)
+        shown = [strong[:STRONGEST], _evenly(strong[STRONGEST:], SAMPLED)]
+        tries = np.roll(self._shuffled, -latent * TRIES * SILENT)[: TRIES * SILENT]
+        others = [
+            _evenly(self.peaks(other, False), NEAR)
+            for other in self.near[latent].tolist()
+            if other >= 0
+        ]
+        return Spans(
+            self.around(np.concatenate(shown)),
+            self.around(_evenly(held_out, FIRING)),
+            self._silent(latent, self.around(tries))[:SILENT],
+            self._silent(latent, self.around(_in_turn(others)))[:NEAR],
+        )
+
+    def _silent(self, latent: int, spans: np.ndarray) -> np.ndarray:
+        """Those of some excerpts, (E, 2), in which a latent is silent."""
+        counts = np.searchsorted(self.fires(latent), spans)
+        return spans[counts[:, 0] == counts[:, 1]]
+
+
+def gather(run: Measured, listener: Listener) -> Corpus:
+    """Read and encode both samples of the run's store; ConfigError if it keeps no tokens."""
+    if not set(COLUMNS) <= set(run.store.meta.columns):
+        raise ConfigError(
+            f"{run.store.name} keeps no tokens: expected a store of texts, as of `sae extract`; name one "
+            "with --data"
+        )
+    cofiring = CoFiring(run.sae.d_sae, TRAIN_ROWS)
+    samples = [
+        _sample(_some(run, "train", TRAIN_ROWS), cofiring, listener),
+        _sample(_some(run, "test", TEST_ROWS), None, listener),
+    ]
+    tokens, positions, lengths, codes = zip(*samples, strict=True)
+    return Corpus(
+        np.concatenate(tokens),
+        np.concatenate(positions),
+        np.concatenate([[0], np.cumsum(np.concatenate(lengths))]),
+        len(tokens[0]),
+        vstack(codes, format="csc"),
+        _near(run, cofiring, listener),
+    )
+
+
+def _some(run: Measured, which: Which, rows: int) -> Measured:
+    """The run with about this number of the rows of a split, of documents drawn by their hash."""
+    part = min(1.0, rows / max(1, run.store.rows * (TEST_FRACTION if which == "test" else 1)))
+    choice = {"test_fraction": part * TEST_FRACTION}
+    if which == "train":
+        choice = {"fraction": min(part, run.subject.fraction)}
+    chosen = run.stores.split(which, seed=run.subject.split_seed, **choice)
+    return replace(run, split=which, rows=chosen)
+
+
+@torch.no_grad()
+def _sample(
+    run: Measured, cofiring: CoFiring | None, listener: Listener
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]:
+    """Tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F), of the run's rows."""
+    tokens, positions, lengths, codes = [], [], [], []
+    count = 0
+    for block in in_blocks(run.inputs(listener), run.of_store, run.batch_rows):
+        texts = block.texts
+        assert texts is not None and block.columns is not None
+        z = run.sae.codes(block.x).dense()
+        if cofiring is not None:
+            cofiring.update(z)
+        of_rows = csr_array(z.float().cpu().numpy())
+        position = np.full(len(texts.token_ids), -1)
+        position[texts.stored] = block.columns[1]
+        counts = np.zeros(len(position), np.int64)
+        counts[texts.stored] = np.diff(of_rows.indptr)
+        offsets = np.append(0, counts.cumsum())
+        shape = len(position), run.sae.d_sae
+        codes.append(csr_array((of_rows.data, of_rows.indices, offsets), shape=shape))
+        tokens.append(texts.token_ids)
+        positions.append(position)
+        lengths.append(np.diff(texts.starts))
+        count += of_rows.nnz
+        if count > MOST_CODES:
+            break
+    joined = (np.concatenate(parts) for parts in (tokens, positions, lengths))
+    return *joined, vstack(codes, format="csr")
+
+
+def _near(run: Measured, cofiring: CoFiring, listener: Listener) -> np.ndarray:
+    """The latents near each, (F, any number), in turn by cosine of decoder vectors and by co-firing; -1 for none."""
+    every = torch.arange(run.sae.d_sae, device=run.sae.W_dec.device)
+    with listener.progress("comparing latents", len(every), "latents") as show:
+        cosines, by_cosine = neighbours(run.sae.W_dec, every, NEIGHBOURS, show)
+    with listener.progress("counting pairs", len(every), "latents") as show:
+        phi, by_phi = cofiring.partners(every, NEIGHBOURS, show)
+    near = torch.stack([by_cosine, by_phi], dim=2)
+    near[torch.stack([cosines, phi], dim=2) <= 0] = -1
+    return near.flatten(1).numpy()
+
+
+def _evenly(ranked: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of some values, spread evenly over their order."""
+    return ranked[np.unique(np.linspace(0, len(ranked) - 1, min(count, len(ranked))).astype(int))]
+
+
+def _in_turn(lists: list[np.ndarray]) -> np.ndarray:
+    """The values of several lists, the first of each before the second of any."""
+    turns = np.concatenate([np.arange(len(values)) for values in lists] or [np.empty(0, int)])
+    values = np.concatenate([*lists, np.empty(0, int)])
+    return values[np.argsort(turns, kind="stable")]
+
+
+def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpts:
+    """A latent's excerpts, with each token's text."""
+    codes = corpus.codes[:, [latent]].toarray().ravel()
+
+    def read(spans: np.ndarray) -> tuple[Excerpt, ...]:
+        return tuple(
+            Excerpt(
+                tuple(texts[token] for token in corpus.tokens[begin:end].tolist()),
+                tuple(codes[begin:end].tolist()),
+            )
+            for begin, end in spans.tolist()
+        )
+
+    spans = corpus.spans(latent)
+    return LatentExcerpts(
+        latent, read(spans.shown), read(spans.firing), read(spans.silent), read(spans.near)
+    )
