@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .measure.evaluate import compare as compare
     from .measure.evaluate import evaluate as evaluate
     from .measure.evaluate import sparsity as sparsity
+    from .measure.explain import explain as explain
     from .measure.export import export as export
     from .measure.export import push as push
     from .measure.probes import probe as probe
@@ -70,6 +71,7 @@ _NAMES = {  # by module
     "geometry.geometry": ["geometry"],
     "measure.controls": ["controls"],
     "measure.evaluate": ["compare", "evaluate", "sparsity"],
+    "measure.explain": ["explain"],
     "measure.export": ["export", "push"],
     "measure.probes": ["probe"],
     "measure.read": ["read"],

@@ -27,6 +27,7 @@ COMMANDS = {
     "geometry": "Measure the spline: cells, power diagram, margins, k-means and local PCA.",
     "probe": "Compare sparse probes on latents with dense probes on activations.",
     "read": "Show the latents that fire on a prompt, token by token.",
+    "explain": "Label latents by rules on tokens, and score the labels on held-out texts.",
     "steer": "Generate text with SAE latents steered, next to unsteered text.",
     "report": "Write HTML pages of latents, to be opened from disk.",
     "export": "Write a run in another library's format.",

@@ -29,6 +29,7 @@ from ..store.reader import Rows
 from ..store.split import Which
 from ..train.rows import ArrayLike
 from .hook_points import places_document
+from .labels import shown_labels
 from .measured import Alignment, ChosenRows, Measured, RowsLike, by_rows
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def sparsity_document(measured: Measured, counts: Firing, listener: Listener) ->
     by_source = measured.by_source
     if by_source:
         document["sources"] = _firing_by_source(by_source, counts, listener)
+    if labels := shown_labels(measured.subject.folder):
+        document["labels"] = labels
     return document | places_document(measured, listener)
 
 

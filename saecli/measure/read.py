@@ -19,8 +19,7 @@ from scipy.sparse import csc_array, csr_array, vstack
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.documents import read_json
-from ..base.errors import ConfigError, FormatError, ModelError, demand_at_least, unknown_choice
+from ..base.errors import ConfigError, ModelError, demand_at_least, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
@@ -31,6 +30,7 @@ from ..extract.windows import Window, Windows
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import Firing
+from .labels import shown_labels
 from .measured import BATCH_CODES, own_rows, sampled
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
@@ -38,7 +38,6 @@ CONTEXT = 4096  # most tokens of a window
 TOP = 10
 SAMPLED_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # at most: under a second on one core
 WINDOW_BYTES = 1 << 24  # read before the first batch of the sample
-LABELS = "labels.json"
 
 
 @dataclass(frozen=True)
@@ -170,18 +169,6 @@ def _firing_on_store(home: Home, opened: tuple[Subject, SavedSAE], device: str) 
     return firing
 
 
-def _labels(folder: Path | None) -> dict[int, str]:
-    """The labels of latents in a run's folder, `{"12": "a label"}` in `labels.json`; none without the file."""
-    if folder is None or not (folder / LABELS).is_file():
-        return {}
-    try:
-        return read_json(folder / LABELS, dict[int, str])
-    except (OSError, ValueError) as error:
-        raise FormatError(
-            f"cannot read {folder / LABELS}: {error}; correct it, or remove it to go on without labels"
-        ) from error
-
-
 def _demand_text(text: str | Messages, name: str) -> None:
     unreadable = isinstance(text, str) and text != text.encode(errors="ignore").decode()
     if not text or unreadable:
@@ -268,7 +255,7 @@ def read(
         if latent not in range(sae_at.sae.d_sae):
             last = f"{sae_at.sae.d_sae - 1}, the last of {sae_at.name}"
             raise ConfigError(f"--latent must be from 0 to {last}, got {latent}")
-    labels = _labels(opened[0].folder)
+    labels = shown_labels(opened[0].folder)
     source = model_of([sae_at], model, None, listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
     reader = _Reader(sae_at, loaded, opened[1].origin.get("prepend_bos") is not False)

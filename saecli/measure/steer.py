@@ -37,6 +37,7 @@ from ..extract.tokens import continuation
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
+from .labels import shown_labels
 from .measured import own_rows, sampled
 
 METHODS = ("add", "clamp", "ablate")
@@ -218,10 +219,10 @@ def steer(
 
     Returns:
         The arguments as used, `scale` by default each latent's largest code on the store; `activation_norm`, the median
-        norm of the prompts' activations that are changed, None if none is; `latents`, each with `decoder_norm`,
-        `prompt_max` and `store_max`, its largest codes on the prompts and on `store_rows` rows of the store that the
-        SAE was trained on, None without these; and `continuations`, for each `prompt` the texts that follow it, `plain`
-        and `steered`.
+        norm of the prompts' activations that are changed, None if none is; `latents`, each with its `label` in the
+        run's `labels.json`, if any, `decoder_norm`, `prompt_max` and `store_max`, its largest codes on the prompts and
+        on `store_rows` rows of the store that the SAE was trained on, None without these; and `continuations`, for each
+        `prompt` the texts that follow it, `plain` and `steered`.
     """
     if not 0 <= temperature < np.inf:
         raise ConfigError(f"--temperature must be at least 0 and finite, got {temperature}")
@@ -235,6 +236,7 @@ def steer(
     opened = open_sae(home, sae, listener)
     sae_at = _hooked(opened, method, model, *place_given(layer, site, module))
     change = _change(sae_at, method, latents, scale)
+    labels = shown_labels(opened[0].folder)
     largest, store_rows = _largest_on_store(home, opened, device, change.latents) or (None, None)
     if not change.scales:
         if largest is None:
@@ -276,7 +278,10 @@ def steer(
         "method": method,
         "activation_norm": float(written.norm(dim=1).quantile(0.5)) if len(written) else None,
         "store_rows": store_rows,
-        "latents": _latent_lines(change, read if encodes else read[:0], largest),
+        "latents": [
+            line | {"label": labels.get(line["latent"])}
+            for line in _latent_lines(change, read if encodes else read[:0], largest)
+        ],
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed if temperature else None,

@@ -172,11 +172,11 @@ def read_measures(path: Path) -> list[dict[str, Any]]:
 
 def extremes(run: dict[str, Any]) -> str:
     """Lines that list a run's dense latents, the most frequent first, its silent ones, and numbers by source."""
-    frequency = np.array(run["frequency"])
+    frequency, labels = np.array(run["frequency"]), run.get("labels", {})
     order = np.argsort(-frequency, kind="stable")
     dense = [
-        f"{latent} ({frequency[latent]:.0%})"
-        for latent in order
+        f"{latent} ({frequency[latent]:.0%}{_after_colon(labels.get(latent))})"
+        for latent in order.tolist()
         if frequency[latent] > DENSE_FREQUENCY
     ]
     silent = [str(latent) for latent in np.flatnonzero(frequency == 0)]
@@ -186,6 +186,15 @@ def extremes(run: dict[str, Any]) -> str:
         mainly = [f"{source['mainly']:,} on {source['source']}" for source in sources]
         lines.append(f"latents that fire mainly on one source: {', '.join(mainly)}")
     return "\n".join(f"{run['run']}: {line}" for line in lines)
+
+
+def labelled(latent: int | str, label: str | None) -> str:
+    """A latent with its label, if it has one."""
+    return str(latent) if label is None else f"{latent} {label}"
+
+
+def _after_colon(label: str | None) -> str:
+    return "" if label is None else f": {label}"
 
 
 def _listed(words: list[str]) -> str:
@@ -203,7 +212,7 @@ CLASSES = {  # of a crosscoder's latents, by the heads of their columns
 
 def places_table(run: Mapping[str, Any]) -> RenderableType:
     """The table of a crosscoder's hook points, and a line that lists the latents of each class but shared ones."""
-    places, classes = run["places"], run["class"]
+    places, classes, labels = run["places"], run["class"], run.get("labels", {})
     rows = []
     for place in places:
         counts = [classes.count(kind.format(place["name"])) for kind in CLASSES.values()]
@@ -217,7 +226,11 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
     )
     lines = []
     for kind in sorted({*classes} - {"shared", "in between"}):
-        latents = [str(latent) for latent, own in enumerate(classes) if own == kind]
+        latents = [
+            f"{latent}{_after_colon(labels.get(latent))}"
+            for latent, own in enumerate(classes)
+            if own == kind
+        ]
         lines.append(f"{run['run']}: {kind}: {_listed(latents)}")
     heads = ["hook point", "width", "fvu", "exclusive", *CLASSES]
     return Group(table(title, heads, rows), *lines)
@@ -344,7 +357,7 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     if document["method"] == "ablate":
         del columns["scale"]
     rows = [
-        [str(latent["latent"]), *(latent[name] for name in columns)]
+        [labelled(latent["latent"], latent["label"]), *(latent[name] for name in columns)]
         for latent in document["latents"]
     ]
     texts = [
@@ -353,3 +366,38 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
         for name in ("prompt", "plain", "steered")
     ]
     return [table(title, ["latent", *columns.values()], rows), "".join(texts)]
+
+
+def explanation_tables(document: Mapping[str, Any], top: int) -> list[RenderableType]:
+    """The output of `sae explain`: the first `top` latents with labels and scores, and the mean scores."""
+    lines, means = document["latents"], document["scores"]
+    if not means:
+        rows = [[line["latent"], line["given"]["label"]] for line in lines[:top]]
+        return [table(None, ["latent", "label"], rows), _labels_note(document, top)]
+    rows = []
+    for line in lines[:top]:
+        rule = line.get("rule", {"label": None, "scores": {}})
+        scores = [rule["scores"].get(name) for name in ("texts", "tokens")]
+        rows.append([line["latent"], rule["label"], f"{line['frequency']:.2%}", *scores])
+    title = (
+        f"{document['run']} on {document['data']}: rules, with their balanced accuracy on held-out "
+        "texts and their tokens (chance: 0.5)"
+    )
+    heads = ["latent", "label", "fires on", "texts", "tokens"]
+    of_means = [
+        [line["labels"], line["latents"], *(_with_interval(line, name) for name in heads[3:])]
+        for line in means
+    ]
+    return [
+        table(title, heads, rows),
+        _labels_note(document, top),
+        table("mean over latents", ["labels", "latents", *heads[3:]], of_means),
+    ]
+
+
+def _labels_note(document: Mapping[str, Any], top: int) -> str:
+    lines = document["latents"]
+    more = f"{len(lines) - top:,} more are" if len(lines) > top else "all are"
+    unclear = sum(line["label"] is None for line in lines)
+    hidden = f", of which {unclear:,} are not shown elsewhere, near chance" if unclear else ""
+    return f"{more} in {document['labels']}, {counted(len(lines), 'latent')}{hidden}"

@@ -14,6 +14,7 @@ from rich.text import Text
 from ..base.documents import point_words
 from ..base.errors import counted, printable
 from ..base.files import appearing_whole
+from .measures import labelled
 from .report import page_of
 from .tables import table
 
@@ -41,7 +42,7 @@ def prompt_tables(document: Mapping[str, Any]) -> list[RenderableType]:
         heads = ["difference", "largest code", "at", "with --compare", "at"]
     cells = []
     for latent in (part or document)["latents"]:
-        name = f"{latent['latent']} {latent['label'] or ''}".strip()
+        name = labelled(latent["latent"], latent["label"])
         cells.append([name, *_cells(latent), _percent(latent["frequency"], rows)])
     in_store = "in the store" if rows is None else f"in {rows:,} rows of the store"
     shown = Group(*lines)  # a console joins texts that it is given, and then wraps them

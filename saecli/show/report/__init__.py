@@ -22,6 +22,7 @@ from ...extract.options import COLUMNS, HookPoint, at_revision
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
+from ...measure.labels import shown_labels
 from ...measure.latents import Examples, at_random, in_blocks, survey
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...sae.library import SAELike
@@ -213,6 +214,8 @@ def report(
     heading, facts = _heading(run, neuronpedia), _facts(run, places)
     content = overview(heading, measures, result, curves, facts, notes)
     content["latents"] |= details.columns()
+    if labels := shown_labels(run.subject.folder):
+        content["latents"]["label"] = [labels.get(latent) for latent in range(d_sae)]
     with listener.progress("writing", len(chosen), "latents") as show:
         contents = details.contents(show)
         write_pages(folder, f"{run.subject.name}: latents", content, contents, overwrite)

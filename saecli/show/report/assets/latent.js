@@ -32,10 +32,10 @@ function tokenList(title, entries, largest, kind) {
 }
 
 // Other latents; an entry is the latent and a correlation.
-function otherLatents(title, entries, note) {
+function otherLatents(title, entries, note, labels) {
   return card(title, entries.length ? h("ol", { class: "ranked" }, entries.map(([other, value]) => {
-    const row = h("li", { class: "near" }, h("a", { href: `#latent/${other}` }, `${other}`),
-      h("span", { class: "value" }, value.toFixed(3)));
+    const row = h("li", { class: "near" }, h("span", {}, h("a", { href: `#latent/${other}` }, `${other}`),
+      labels?.[other] ? ` ${readable(labels[other])}` : ""), h("span", { class: "value" }, value.toFixed(3)));
     row.style.setProperty("--share", Math.max(0, value).toFixed(3));
     return row;
   })) : muted("none"), muted(note));
@@ -71,6 +71,6 @@ function latentPage(data, latent, content) {
     page.promoted ? [logitHistogram(page), h("div", { class: "pair" }, tokenList("Promotes", page.promoted, scale, "up"),
       tokenList("Suppresses", page.suppressed, scale, "down"))] : null),
     textsOf(page, content.strings, largest),
-    h("div", { class: "pair near-list" }, otherLatents("Nearest decoder vectors", page.neighbours, "by cosine"),
-      otherLatents("Fire together", page.together, "by phi, the correlation of firing")));
+    h("div", { class: "pair near-list" }, otherLatents("Nearest decoder vectors", page.neighbours, "by cosine", latents.label),
+      otherLatents("Fire together", page.together, "by phi, the correlation of firing", latents.label)));
 }

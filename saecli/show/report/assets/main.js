@@ -110,7 +110,9 @@ function showLatent(latent) {
   views.latent.replaceChildren(h("header", {}, h("nav", { class: "bar-of-tools" },
     h("a", { class: "button", href: "#", rel: "up" }, "All latents"), h("span", { class: "spring" }), jump(),
     turn("‹ previous", -1), turn("next ›", 1)), title, h("p", { class: "muted" },
-    h("bdi", { class: "part" }, data.heading.run), outside(latent))), content);
+    data.latents.label?.[latent]
+    && h("b", { class: "part" }, readable(data.latents.label[latent])), h("bdi", { class: "part" }, data.heading.run),
+  outside(latent))), content);
   const place = table.place.get(latent);
   if (place == null) {
     content.textContent = Number.isInteger(latent) && latent < data.latents.frequency.length

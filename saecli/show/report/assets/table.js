@@ -39,6 +39,11 @@ function latentTable(data) {
       { name: "nu elsewhere", key: (latent) => latents.nu[latent], show: (latent) => latents.nu[latent]?.toFixed(2) ?? "–",
         first: 1, wide: true });
   }
+  const label = (latent) => latents.label?.[latent] ?? null;
+  if (latents.label) {
+    columns.push({ name: "label", key: (latent) => label(latent)?.toLowerCase() ?? null, first: 1, text: true,
+      show: (latent) => readable(label(latent) ?? "") });
+  }
   const words = (column) => (latent) => (of(column)(latent) ?? []).join("\u0000").trim().toLowerCase() || null;
   if (latents.tokens) columns.push({ name: "strongest at", key: words("tokens"), show: textCell, first: 1, text: true });
   if (latents.promoted) {
@@ -46,7 +51,7 @@ function latentTable(data) {
       wide: !!latents.tokens });
   }
 
-  const searched = Array.from({ length: total }, (_, latent) => [...(of("tokens")(latent) ?? []),
+  const searched = Array.from({ length: total }, (_, latent) => [label(latent) ?? "", ...(of("tokens")(latent) ?? []),
     (of("snippets")(latent) ?? []).join(""), ...(of("promoted")(latent) ?? [])].join("\n").toLowerCase());
   const kinds = {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
@@ -56,7 +61,7 @@ function latentTable(data) {
   if (latents.chosen.length < total) kinds["those with a page"] = (latent) => place.has(latent);
   const state = { query: "", kind: "all latents", column: columns[4], direction: -1, page: 0, order: [] };
 
-  const search = h("input", { type: "search", id: "search", placeholder: latents.tokens || latents.promoted
+  const search = h("input", { type: "search", id: "search", placeholder: latents.tokens || latents.promoted || latents.label
     ? "a token, some text or a number" : "a number", autocomplete: "off", spellcheck: "false",
   oninput: () => { state.query = search.value; state.page = 0; update(); } });
   const kind = h("select", { id: "kind", onchange: () => { state.kind = kind.value; state.page = 0; update(); } },

@@ -1,0 +1,86 @@
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Data, Device, Json, Run, Target, start
+
+Latents = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Label this latent, from 0; repeat for several.",
+        show_default="all that fire",
+        callback=lambda latents: latents or None,
+    ),
+]
+Count = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Label this number of latents, drawn at random.", show_default="all that fire"
+    ),
+]
+Top = Annotated[int, typer.Option(min=1, help="List this number of latents here.")]
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them; JSON, JSON lines "
+        "or CSV, each entry with index (or latent) and description (or label).",
+        show_default="none",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        help="Add the labels to this file.",
+        show_default="labels.json in the run's folder",
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id, folder or GGUF file of the language model, for its tokenizer.",
+        show_default="the one that the store came from",
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed the choice of --latents and the shuffled labels.")
+]
+
+
+def command(
+    ctx: typer.Context,
+    run: Run = None,
+    data: Data = None,
+    target: Target = None,
+    latent: Latents = None,
+    latents: Count = None,
+    top: Top = 40,
+    labels: Labels = None,
+    out: Out = None,
+    model: Tokenizer = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Label latents by rules on tokens, and score the labels on held-out texts.
+
+    A label is the rule that best tells, on training rows, where a latent fires: at some tokens, after or before some,
+    at words that end or begin alike, digits, capitals or punctuation, or at a position. Its scores are balanced
+    accuracies on held-out excerpts of 32 tokens, firing ones against random ones and those where a latent near it fires
+    (by cosine, by co-firing): does any token match, and which tokens do. Chance is 0.5; the same labels shuffled among
+    latents show it.
+
+    Labels are added to labels.json in the run's folder, and shown by read, report, steer and sparsity, but for rules
+    that are near chance. Labels given by hand or taken with --labels go before.
+
+    Cost: encodes at most 131,072 training and 32,768 held-out rows; about 10 seconds for 2,304 latents.
+
+    Example: sae explain first
+    """
+    from ..measure.explain import explain
+    from ..show.measures import explanation_tables
+
+    session = start(ctx)
+    document = session.call(explain, sae=run, latents=latent, count=latents)
+    session.console.print_result(document, *explanation_tables(document, top))

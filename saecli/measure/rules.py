@@ -1,0 +1,203 @@
+"""Labels of latents without a language model: the rule on tokens that best tells where a latent fires.
+
+A rule is a kind, such as "after", with some values, such as `return`: it matches the tokens that have one of them. Of
+all rules that with the largest balanced accuracy on training tokens is chosen,
+
+    BA = 1/2 + sum over the values of (p_v - q_v) / 2
+
+where p_v is the fraction of the firings that have value v, and q_v that of the silent tokens, so that the best values
+of a kind are found one by one. Firings weigh by the square root of the code: labels say more of strong than of weak
+ones. Of k firings with a value `sqrt(k)`, their standard deviation, may be chance, and do not count. Each further value
+must add `LEAST_GAIN`; kinds that say less, or have more values to choose from, have a cost.
+
+Shapes: n tokens, V values of a kind, F = d_sae.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pandas
+from scipy.sparse import csc_array, csr_array
+
+from ..base.errors import printable
+from ..extract.tokenizer import TokenTexts
+from .excerpts import Corpus, Spans
+
+LEAST_GAIN = 0.015
+CLASSES = {  # the first that fits
+    "digits": r"\d+",
+    "words in capitals": r"[A-Z]{2,}",
+    "capitalised words": r"[A-Z]\w*",
+    "line ends": r"\n+",
+    "punctuation": r"[^\w\s]+",
+}
+
+
+class Tokens:
+    """What the tokens of a corpus are, (n,) texts each, empty for nothing."""
+
+    def __init__(self, corpus: Corpus, texts: TokenTexts) -> None:
+        self.corpus = corpus
+        ids, self._which = np.unique(corpus.tokens, return_inverse=True)
+        self._texts = [texts[token] for token in ids.tolist()]
+        self.own = self.each(_quoted)
+
+    def each(self, function: Callable[[str], str]) -> np.ndarray:
+        """A function of each token's text."""
+        return np.array([function(text) for text in self._texts], object)[self._which]
+
+    def before(self, step: int = 1) -> np.ndarray:
+        """The token so many tokens before each in its window; negative: after it."""
+        windows = self.corpus.windows
+        return np.where(np.roll(windows, step) == windows, np.roll(self.own, step), "")
+
+    def pairs(self) -> np.ndarray:
+        before = self.before()
+        return np.where(before == "", "", self.own + " after " + before)
+
+    def positions(self) -> np.ndarray:
+        return self.corpus.positions.astype(str).astype(object)
+
+    def having(self, values: np.ndarray) -> tuple[csr_array, np.ndarray]:
+        """Which rows have which values, (n, V), and the values' names."""
+        numbers, names = pandas.factorize(values)
+        having = (self.corpus.positions >= 0) & (values != "")
+        offsets = np.append(0, having.cumsum())
+        ones = np.ones(offsets[-1], np.float32)
+        return csr_array((ones, numbers[having], offsets), shape=(len(values), len(names))), names
+
+
+def _quoted(text: str) -> str:
+    """A token without the spaces around it, line ends as ↵."""
+    return f"`{printable(text.strip(' ').replace(chr(10), '↵')) or '␣'}`"
+
+
+def _class(text: str) -> str:
+    word = text.strip(" ")
+    return next((name for name, form in CLASSES.items() if re.fullmatch(form, word)), "")
+
+
+def _shared(part: slice, spaces: str = "") -> Callable[[Tokens], np.ndarray]:
+    """A part of words that begin with these spaces, and have two letters more."""
+
+    def of(text: str) -> str:
+        word = text.strip().lower()
+        shared = word[part]
+        has = text.startswith(spaces) and word.isalpha() and len(word) > len(shared) + 1
+        return f"`{shared}`" if has else ""
+
+    return lambda tokens: tokens.each(of)
+
+
+class Kind(NamedTuple):
+    words: str  # the label, with the values in it
+    values: Callable[[Tokens], np.ndarray]  # of each token, (n,)
+    most: int = 5  # values of a rule
+    cost: float = 0.0  # in balanced accuracy
+
+
+KINDS = (
+    Kind("{}", lambda tokens: tokens.own),
+    Kind(
+        "{} in any case", lambda tokens: tokens.each(lambda text: _quoted(text).casefold()), 5, 0.02
+    ),
+    *(Kind("words that end in {}", _shared(slice(-n, None)), 1, 0.02) for n in (2, 3, 4)),
+    *(Kind("words that begin with {}", _shared(slice(n), " "), 1, 0.02) for n in (3, 4)),
+    Kind("{}", lambda tokens: tokens.each(_class), 2),
+    Kind("after {}", lambda tokens: tokens.before(), 4, 0.01),
+    Kind("before {}", lambda tokens: tokens.before(-1), 4, 0.015),
+    Kind("{}", lambda tokens: tokens.pairs(), 3, 0.01),
+    Kind("position {}", lambda tokens: tokens.positions(), 5),
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    words: str
+    values: tuple[str, ...]
+    having: csc_array  # which tokens of the corpus have which values of the kind, (n, V)
+    numbers: np.ndarray  # of the rule's values
+
+    @property
+    def label(self) -> str:
+        values = ", ".join(self.values)
+        if self.words.startswith("position"):
+            positions = sorted(map(int, self.values))
+            steps = [after - before for before, after in pairwise(positions)]
+            values = ", ".join(map(str, positions))
+            if steps and set(steps) == {1}:
+                values = f"{positions[0]} to {positions[-1]}"
+        return self.words.format(values)
+
+    def matches(self, tokens: np.ndarray) -> np.ndarray:
+        """Which tokens of the corpus, by their indices, it matches, bool."""
+        matched = np.zeros(self.having.shape[0], bool)
+        for number in self.numbers:
+            matched[self.having.indices[slice(*self.having.indptr[number : number + 2])]] = True
+        return matched[tokens]
+
+
+def choose_rules(tokens: Tokens) -> list[Rule | None]:
+    """The rule of each latent, None where none is better than chance on the training tokens."""
+    corpus = tokens.corpus
+    weights = csr_array(corpus.codes.T)[:, : corpus.trained]  # (F, n)
+    firings = np.diff(weights.indptr)
+    weights.data = np.sqrt(abs(weights.data))
+    scale = firings / np.maximum(weights.sum(1), np.finfo(np.float32).tiny)
+    weights.data *= scale.repeat(firings).astype(weights.dtype)
+    rows = np.count_nonzero(corpus.positions[: corpus.trained] >= 0)
+    silent = 1 - firings / (rows + 1)  # a fraction, of latents that always fire not 0
+    best = np.zeros(len(firings))
+    rules: list[Rule | None] = [None] * len(firings)
+    for kind in KINDS:
+        having, names = tokens.having(kind.values(tokens))
+        counts = csr_array(weights @ having[: corpus.trained])  # (F, V)
+        latents = np.arange(len(firings)).repeat(np.diff(counts.indptr))
+        recall = (counts.data - np.sqrt(counts.data)) / firings[latents]
+        everywhere = having[: corpus.trained].sum(0)[counts.indices] / rows
+        # Of all tokens, not of the silent ones: p - q = (p - r) / (1 - the fraction of firings).
+        gains = (recall - everywhere) / silent[latents] / 2
+        order = np.lexsort((-gains, latents))
+        ranks = np.arange(len(order)) - counts.indptr[latents]
+        least = np.where(ranks > 0, LEAST_GAIN, 0)
+        order = order[(ranks < kind.most) & (gains[order] > least)]
+        score = np.bincount(latents[order], gains[order], len(firings)) - kind.cost
+        ends = np.searchsorted(latents[order], np.arange(len(firings) + 1))
+        by_value = csc_array(having)
+        for latent in np.flatnonzero(score > best).tolist():
+            numbers = counts.indices[order[ends[latent] : ends[latent + 1]]]
+            rules[latent] = Rule(kind.words, tuple(names[numbers]), by_value, numbers)
+        best = np.maximum(best, score)
+    return rules
+
+
+def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, float | None]:
+    """The balanced accuracy of a rule on a latent's held-out excerpts: of texts, by whether any token matches, those on
+    which it fires against the others; and of all their tokens. None where there is one class alone."""
+    excerpts = np.concatenate([spans.firing, spans.silent, spans.near])
+    if not len(excerpts):
+        return {"texts": None, "tokens": None}
+    tokens = np.concatenate([np.arange(begin, end) for begin, end in excerpts.tolist()])
+    begins = np.append(0, np.diff(excerpts, axis=1).cumsum()[:-1])
+    matched, fires = rule.matches(tokens), np.isin(tokens, corpus.fires(latent))
+    rows = corpus.positions[tokens] >= 0
+    found, wanted = (
+        np.logical_or.reduceat(matched, begins),
+        np.arange(len(excerpts)) < len(spans.firing),
+    )
+    return {
+        "texts": balanced_accuracy(found, wanted),
+        "tokens": balanced_accuracy(matched[rows], fires[rows]),
+    }
+
+
+def balanced_accuracy(said: np.ndarray, true: np.ndarray) -> float | None:
+    """The mean of the fractions of true ones that are said to be so, and of others that are not; None without one of
+    them."""
+    if true.all() or not true.any():
+        return None
+    return float(said[true].mean() + (~said[~true]).mean()) / 2
