@@ -36,16 +36,6 @@ Out = Annotated[
         show_default="labels.json in the run's folder",
     ),
 ]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(
-        help="Hub id, folder or GGUF file of the language model, for its tokenizer.",
-        show_default="the one that the store came from",
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(min=0, help="Seed the choice of --latents and the shuffled labels.")
-]
 
 
 def command(
@@ -58,8 +48,6 @@ def command(
     top: Top = 40,
     labels: Labels = None,
     out: Out = None,
-    model: Tokenizer = None,
-    seed: Seed = 0,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

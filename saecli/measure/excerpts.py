@@ -52,14 +52,8 @@ class LatentExcerpts:
     near: tuple[Excerpt, ...]  # of held-out rows where it is silent and a latent near it fires
 
 
-@dataclass(frozen=True)
-class Spans:
-    """The excerpts of a `LatentExcerpts` as the tokens that they begin at and end before, (E, 2) each."""
-
-    shown: np.ndarray
-    firing: np.ndarray
-    silent: np.ndarray
-    near: np.ndarray
+# The excerpts of a `LatentExcerpts` by name, each the token that it begins at and the one it ends before, (E, 2).
+Spans = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -79,11 +73,10 @@ class Corpus:
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
     @cached_property
-    def cells(self) -> np.ndarray:
+    def _cells(self) -> np.ndarray:
         """The cell of each token, (n,): windows are cut into cells of at most `LENGTH` tokens."""
         inside = np.arange(len(self.tokens)) - self.starts[self.windows]
-        begins = inside % LENGTH == 0
-        return np.cumsum(begins) - 1
+        return np.cumsum(inside % LENGTH == 0)
 
     @cached_property
     def _shuffled(self) -> np.ndarray:
@@ -100,7 +93,7 @@ class Corpus:
         kept = (tokens < self.trained) == train
         tokens, sizes = tokens[kept], abs(self.codes.data[part][kept])
         order = np.argsort(-sizes, kind="stable")
-        _, first = np.unique(self.cells[tokens[order]], return_index=True)
+        _, first = np.unique(self._cells[tokens[order]], return_index=True)
         return tokens[order[np.sort(first)]]
 
     def around(self, tokens: np.ndarray) -> np.ndarray:
@@ -111,20 +104,23 @@ class Corpus:
         return np.stack([begins, np.minimum(begins + LENGTH, end)], axis=1)
 
     def spans(self, latent: int) -> Spans:
-        strong, held_out = self.peaks(latent, True), self.peaks(latent, False)
-        shown = [strong[:STRONGEST], _evenly(strong[STRONGEST:], SAMPLED)]
+        strong = self.peaks(latent, True)
         tries = np.roll(self._shuffled, -latent * TRIES * SILENT)[: TRIES * SILENT]
-        others = [
-            _evenly(self.peaks(other, False), NEAR)
-            for other in self.near[latent].tolist()
-            if other >= 0
-        ]
-        return Spans(
-            self.around(np.concatenate(shown)),
-            self.around(_evenly(held_out, FIRING)),
-            self._silent(latent, self.around(tries))[:SILENT],
-            self._silent(latent, self.around(_in_turn(others)))[:NEAR],
+        near = [self.peaks(other, False) for other in self.near[latent].tolist() if other >= 0]
+        in_turn = sorted(
+            pair for peaks in near for pair in enumerate(_evenly(peaks, NEAR).tolist())
         )
+        shown = np.append(strong[:STRONGEST], _evenly(strong[STRONGEST:], SAMPLED))
+        tokens = {
+            "shown": shown,
+            "firing": _evenly(self.peaks(latent, False), FIRING),
+            "silent": tries,
+            "near": np.array([token for _, token in in_turn], int),
+        }
+        spans = {name: self.around(of_name) for name, of_name in tokens.items()}
+        spans["silent"] = self._silent(latent, spans["silent"])[:SILENT]
+        spans["near"] = self._silent(latent, spans["near"])[:NEAR]
+        return spans
 
     def _silent(self, latent: int, spans: np.ndarray) -> np.ndarray:
         """Those of some excerpts, (E, 2), in which a latent is silent."""
@@ -213,13 +209,6 @@ def _evenly(ranked: np.ndarray, count: int) -> np.ndarray:
     return ranked[np.unique(np.linspace(0, len(ranked) - 1, min(count, len(ranked))).astype(int))]
 
 
-def _in_turn(lists: list[np.ndarray]) -> np.ndarray:
-    """The values of several lists, the first of each before the second of any."""
-    turns = np.concatenate([np.arange(len(values)) for values in lists] or [np.empty(0, int)])
-    values = np.concatenate([*lists, np.empty(0, int)])
-    return values[np.argsort(turns, kind="stable")]
-
-
 def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpts:
     """A latent's excerpts, with each token's text."""
     codes = corpus.codes[:, [latent]].toarray().ravel()
@@ -234,6 +223,4 @@ def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpt
         )
 
     spans = corpus.spans(latent)
-    return LatentExcerpts(
-        latent, read(spans.shown), read(spans.firing), read(spans.silent), read(spans.near)
-    )
+    return LatentExcerpts(latent, **{name: read(part) for name, part in spans.items()})

@@ -24,6 +24,7 @@ from .probes import mean_and_interval
 from .rules import Rule, Tokens, choose_rules, score
 
 SCORES = ("texts", "tokens")
+SEED = 0  # of the latents drawn, and of the shuffled labels
 Scores = dict[str, float | None]
 
 
@@ -36,8 +37,6 @@ def explain(
     count: int | None = None,
     labels: str | Path | None = None,
     out: str | Path | None = None,
-    model: str | None = None,
-    seed: int = 0,
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
@@ -50,8 +49,6 @@ def explain(
         count: label only this number of them, drawn at random.
         labels: take those of others instead, from this file or folder of files; see `others_labels`.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
-        model: hub id, folder or GGUF file of the rows' language model, for its tokenizer, if the store names none.
-        seed: of `count`, and of the shuffled labels.
 
     Returns:
         The run, the store, and `labels`, the file. `latents`, each with its `frequency` on the rows read, the `label`
@@ -81,10 +78,10 @@ def explain(
             "scores": [],
         }
     run = ChosenRows(home, data, "all", device, listener, target).with_opened(*opened)
-    texts = _texts(run, model)
+    texts = _texts(run)
     corpus = gather(run, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     if chosen is None:
         chosen = np.flatnonzero(firings)
     if count is not None and count < len(chosen):
@@ -141,14 +138,15 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
     return path
 
 
-def _texts(run: Measured, model: str | None) -> TokenTexts:
+def _texts(run: Measured) -> TokenTexts:
     """The texts of the store's tokens."""
-    stored = spec_of(run.store.meta.source)
-    if model is None and stored is None:
+    model = spec_of(run.store.meta.source)
+    if model is None:
         raise ConfigError(
-            f"--model is needed: {run.store.name} does not say which model its tokens are of"
+            f"{run.store.name} does not say which model its tokens are of: expected a store as of `sae "
+            "extract`; name another with --data"
         )
-    return TokenTexts(load_tokenizer(find_model(model or str(stored))))
+    return TokenTexts(load_tokenizer(find_model(model)))
 
 
 def _line(latent: int, frequency: float | None, labels: Labels) -> dict[str, Any]:

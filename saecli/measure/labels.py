@@ -8,14 +8,12 @@ A latent has a label by hand, a text, or labels by kind, in the order in which o
 others; by a language model; or a rule's, if its balanced accuracy on tokens is above `LEAST_SHOWN`.
 """
 
-import csv
-import gzip
-import io
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+import pandas
 
 from ..base.documents import read_json
 from ..base.errors import FormatError, one_line
@@ -24,7 +22,7 @@ from ..base.files import regular, write_json
 LABELS = "labels.json"
 LEAST_SHOWN = 0.6
 Kind = Literal["given", "model", "rule"]
-INDEX, TEXT = ("index", "latent"), ("description", "label")  # Neuronpedia's names, and ours
+OURS = {"index": "latent", "description": "label"}  # by Neuronpedia's names
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,11 @@ def shown(labels: Mapping[Kind, Label]) -> str | None:
     """The label that is shown of a latent."""
     for kind in get_args(Kind):
         label = labels.get(kind)
-        if label is not None and not (kind == "rule" and _is_chance(label)):
+        if label is not None and (
+            kind != "rule" or (label.scores.get("tokens") or 0) > LEAST_SHOWN
+        ):
             return label.label
     return None
-
-
-def _is_chance(rule: Label) -> bool:
-    return (rule.scores.get("tokens") or 0) <= LEAST_SHOWN
 
 
 def shown_labels(folder: Path | None) -> dict[int, str]:
@@ -90,62 +86,47 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
     """The labels in a file of others, or in all files of a folder: JSON, JSON lines or CSV, also with .gz.
 
     Entries are as Neuronpedia exports them, `{"index": "12", "description": "..."}`, or `{"latent": 12, "label":
-    "..."}`; in JSON also `{"12": "..."}`. Of several labels of a latent the first counts. FormatError if an entry is
-    unlike these, or of another SAE.
+    "..."}`. Of several labels of a latent the first counts. FormatError if the entries are others, or of another SAE.
     """
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    labels: dict[int, Label] = {}
-    sources: set[Any] = set()
-    for file in files:
-        for number, entry in enumerate(_entries(file), 1):
-            latent, text = _entry(entry, f"entry {number} of {file}")
-            sources.add((entry.get("modelId"), entry.get("layer")))
-            if not 0 <= latent < d_sae:
-                raise FormatError(
-                    f"entry {number} of {file} labels latent {latent}: expected 0 to {d_sae - 1}, the "
-                    "last of the SAE; name its own file with --labels"
-                )
-            if text:
-                labels.setdefault(latent, Label(text))
+    table = pandas.concat([_table(file) for file in files])
+    sources = table.reindex(columns=["modelId", "layer"]).drop_duplicates()
     if len(sources) > 1:
-        names = " and ".join(" ".join(map(str, source)) for source in sorted(sources, key=str))
+        names = " and ".join(" ".join(map(str, source)) for source in sources.to_numpy()[:2])
+        raise FormatError(f"{path} labels latents of several SAEs: expected one, got {names}")
+    latents = table["latent"].astype(int)
+    if not latents.between(0, d_sae - 1).all():
         raise FormatError(
-            f"{path} has labels of several SAEs: expected one, got {names}; divide it"
+            f"{path} labels latents {latents.min()} to {latents.max()}: expected 0 to {d_sae - 1}, the "
+            "last of the SAE; name its own file with --labels"
         )
-    if not labels:
-        raise FormatError(f"{path} has no labels: expected one or more; name another with --labels")
+    labels: dict[int, Label] = {}
+    for latent, text in zip(latents.tolist(), table["label"].str.strip(), strict=True):
+        if text:
+            labels.setdefault(latent, Label(text))
     return labels
 
 
-def _entry(entry: Any, where: str) -> tuple[int, str]:
-    """The latent and the label of an entry."""
-    if isinstance(entry, dict):
-        latent, text = (
-            next((entry[name] for name in names if name in entry), None) for names in (INDEX, TEXT)
-        )
-        if str(latent).isdecimal() and isinstance(text, str):
-            return int(str(latent)), text.strip()
-    raise FormatError(
-        f"{where} has no label: expected index (or latent) and description (or label), got {entry!r:.80}"
-    )
-
-
-def _entries(path: Path) -> Iterable[Any]:
+def _table(path: Path) -> pandas.DataFrame:
+    """The columns of a file, as text; those of latents and labels by our names."""
     name = path.name.removesuffix(".gz")
     try:
-        content = regular(path).read_bytes()
-        if path.name != name:
-            content = gzip.decompress(content)
-        text = content.decode("utf-8-sig")
+        regular(path)
         if name.endswith(".csv"):
-            return list(csv.DictReader(io.StringIO(text)))
-        if name.endswith(".jsonl"):
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        document = json.loads(text)
+            table = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        else:
+            table = pandas.read_json(path, lines=name.endswith(".jsonl"), dtype=False)
     except (OSError, EOFError, ValueError) as error:
         raise FormatError(
             f"cannot read {path}: {one_line(error)}; expected JSON, JSON lines (.jsonl) or CSV (.csv)"
         ) from error
-    if isinstance(document, dict):  # ours, by hand
-        return [{"index": latent, "label": label} for latent, label in document.items()]
-    return document if isinstance(document, list) else [document]
+    table = table.rename(columns=OURS)
+    if {"latent", "label"} <= set(table.columns):
+        table = table.dropna(subset="label").astype({"latent": str})
+        whole = table["latent"].str.fullmatch(r"\d{1,9}").all()
+        if len(table) and whole and table["label"].map(type).eq(str).all():
+            return table
+    raise FormatError(
+        f"{path} has no labels: expected entries with index (or latent), a whole number, and description "
+        f"(or label), a text, got {', '.join(map(str, table.columns)):.60}"
+    )

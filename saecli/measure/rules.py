@@ -55,13 +55,6 @@ class Tokens:
         windows = self.corpus.windows
         return np.where(np.roll(windows, step) == windows, np.roll(self.own, step), "")
 
-    def pairs(self) -> np.ndarray:
-        before = self.before()
-        return np.where(before == "", "", self.own + " after " + before)
-
-    def positions(self) -> np.ndarray:
-        return self.corpus.positions.astype(str).astype(object)
-
     def having(self, values: np.ndarray) -> tuple[csr_array, np.ndarray]:
         """Which rows have which values, (n, V), and the values' names."""
         numbers, names = pandas.factorize(values)
@@ -110,8 +103,7 @@ KINDS = (
     Kind("{}", lambda tokens: tokens.each(_class), 2),
     Kind("after {}", lambda tokens: tokens.before(), 4, 0.01),
     Kind("before {}", lambda tokens: tokens.before(-1), 4, 0.015),
-    Kind("{}", lambda tokens: tokens.pairs(), 3, 0.01),
-    Kind("position {}", lambda tokens: tokens.positions(), 5),
+    Kind("position {}", lambda tokens: tokens.corpus.positions.astype(str).astype(object), 5),
 )
 
 
@@ -178,7 +170,7 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
 def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, float | None]:
     """The balanced accuracy of a rule on a latent's held-out excerpts: of texts, by whether any token matches, those on
     which it fires against the others; and of all their tokens. None where there is one class alone."""
-    excerpts = np.concatenate([spans.firing, spans.silent, spans.near])
+    excerpts = np.concatenate([spans[name] for name in ("firing", "silent", "near")])
     if not len(excerpts):
         return {"texts": None, "tokens": None}
     tokens = np.concatenate([np.arange(begin, end) for begin, end in excerpts.tolist()])
@@ -187,7 +179,7 @@ def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, fl
     rows = corpus.positions[tokens] >= 0
     found, wanted = (
         np.logical_or.reduceat(matched, begins),
-        np.arange(len(excerpts)) < len(spans.firing),
+        np.arange(len(excerpts)) < len(spans["firing"]),
     )
     return {
         "texts": balanced_accuracy(found, wanted),

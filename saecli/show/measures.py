@@ -370,34 +370,27 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
 
 def explanation_tables(document: Mapping[str, Any], top: int) -> list[RenderableType]:
     """The output of `sae explain`: the first `top` latents with labels and scores, and the mean scores."""
-    lines, means = document["latents"], document["scores"]
-    if not means:
-        rows = [[line["latent"], line["given"]["label"]] for line in lines[:top]]
-        return [table(None, ["latent", "label"], rows), _labels_note(document, top)]
+    latents, means = document["latents"], document["scores"]
+    kind, measures = ("rule", ["texts", "tokens"]) if means else ("given", [])
     rows = []
-    for line in lines[:top]:
-        rule = line.get("rule", {"label": None, "scores": {}})
-        scores = [rule["scores"].get(name) for name in ("texts", "tokens")]
-        rows.append([line["latent"], rule["label"], f"{line['frequency']:.2%}", *scores])
-    title = (
-        f"{document['run']} on {document['data']}: rules, with their balanced accuracy on held-out "
-        "texts and their tokens (chance: 0.5)"
+    for line in latents[:top]:
+        label = line.get(kind, {"label": None, "scores": {}})
+        scores = [label["scores"].get(name) for name in measures]
+        frequency = line["frequency"] and f"{line['frequency']:.2%}"
+        rows.append([str(line["latent"]), label["label"], frequency, *scores])
+    title = f"{document['run']}: labels"
+    if means:
+        title += f" by rules, with balanced accuracies on held-out excerpts of {document['data']}"
+    unclear = sum(line["label"] is None for line in latents)
+    note = (
+        f"{counted(len(latents), 'latent')}, in {document['labels']}; {unclear:,} without a label above "
+        "chance, which other commands do not show"
     )
-    heads = ["latent", "label", "fires on", "texts", "tokens"]
-    of_means = [
-        [line["labels"], line["latents"], *(_with_interval(line, name) for name in heads[3:])]
-        for line in means
-    ]
-    return [
-        table(title, heads, rows),
-        _labels_note(document, top),
-        table("mean over latents", ["labels", "latents", *heads[3:]], of_means),
-    ]
-
-
-def _labels_note(document: Mapping[str, Any], top: int) -> str:
-    lines = document["latents"]
-    more = f"{len(lines) - top:,} more are" if len(lines) > top else "all are"
-    unclear = sum(line["label"] is None for line in lines)
-    hidden = f", of which {unclear:,} are not shown elsewhere, near chance" if unclear else ""
-    return f"{more} in {document['labels']}, {counted(len(lines), 'latent')}{hidden}"
+    shown = [table(title, ["latent", "label", "fires on", *measures], rows), note]
+    if means:
+        rows = [
+            [line["labels"], line["latents"], *(_with_interval(line, name) for name in measures)]
+            for line in means
+        ]
+        shown.append(table("mean over latents", ["labels", "latents", *measures], rows))
+    return shown
