@@ -4,9 +4,10 @@ They come from two samples of a store's documents, of training and of held-out r
 memory: at most `TRAIN_ROWS`, `TEST_ROWS` and, of each, `MOST_CODES` codes (8 bytes each) or one batch. Cost: encoding
 them once.
 
-Shapes: n tokens of both samples, W windows, E excerpts, D = d_in, F = d_sae.
+Shapes: n tokens of both samples, W windows, E excerpts, C chosen latents, F = d_sae.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,6 +28,7 @@ LENGTH, BEFORE = 32, 23  # most tokens of an excerpt, and those before its peak
 TRAIN_ROWS, TEST_ROWS, MOST_CODES = 1 << 17, 1 << 15, 1 << 24
 STRONGEST, SAMPLED = 10, 10  # of `shown`
 FIRING, SILENT, NEAR = 20, 20, 10
+SEED = 0  # of the choice of latents and of texts
 NEIGHBOURS = 5  # by cosine, and as many by co-firing
 TRIES = 10  # random windows looked at for each silent one wanted
 
@@ -58,14 +60,14 @@ Spans = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of both samples, window after window, with all latents' codes; near latents by decoder and firing."""
+    """The tokens of both samples, window after window, with all latents' codes, and the latents chosen for excerpts."""
 
     tokens: np.ndarray  # ids, (n,)
     positions: np.ndarray  # in the model's window, (n,); -1 for tokens that are no rows
     starts: np.ndarray  # the first token of each window and the end of the last, (W + 1,)
     trained: int  # tokens of the first sample, of training rows
     codes: csc_array  # (n, F)
-    near: np.ndarray  # latents near each latent, the nearest first, (F, any number); -1 for none
+    near: dict[int, list[int]]  # of each chosen latent the latents near it, the nearest first
 
     @cached_property
     def windows(self) -> np.ndarray:
@@ -81,7 +83,7 @@ class Corpus:
     @cached_property
     def _shuffled(self) -> np.ndarray:
         held_out = self.trained + np.flatnonzero(self.positions[self.trained :] >= 0)
-        return np.random.default_rng(0).permutation(held_out)
+        return np.random.default_rng(SEED).permutation(held_out)
 
     def fires(self, latent: int) -> np.ndarray:
         """The tokens on which a latent fires, ascending."""
@@ -106,7 +108,7 @@ class Corpus:
     def spans(self, latent: int) -> Spans:
         strong = self.peaks(latent, True)
         tries = np.roll(self._shuffled, -latent * TRIES * SILENT)[: TRIES * SILENT]
-        near = [self.peaks(other, False) for other in self.near[latent].tolist() if other >= 0]
+        near = [self.peaks(other, False) for other in self.near[latent]]
         in_turn = sorted(
             pair for peaks in near for pair in enumerate(_evenly(peaks, NEAR).tolist())
         )
@@ -128,8 +130,11 @@ class Corpus:
         return spans[counts[:, 0] == counts[:, 1]]
 
 
-def gather(run: Measured, listener: Listener) -> Corpus:
-    """Read and encode both samples of the run's store; ConfigError if it keeps no tokens."""
+def gather(
+    run: Measured, latents: Sequence[int] | None, count: int | None, listener: Listener
+) -> Corpus:
+    """Read and encode both samples of the run's store, and choose latents: those given, by default all that fire, or
+    `count` of them, drawn at random. ConfigError if the store keeps no tokens."""
     if not set(COLUMNS) <= set(run.store.meta.columns):
         raise ConfigError(
             f"{run.store.name} keeps no tokens: expected a store of texts, as of `sae extract`; name one "
@@ -141,13 +146,17 @@ def gather(run: Measured, listener: Listener) -> Corpus:
         _sample(_some(run, "test", TEST_ROWS), None, listener),
     ]
     tokens, positions, lengths, codes = zip(*samples, strict=True)
+    by_latent = vstack(codes, format="csc")
+    chosen = np.flatnonzero(np.diff(by_latent.indptr)) if latents is None else np.unique(latents)
+    if count is not None and count < len(chosen):
+        chosen = np.sort(np.random.default_rng(SEED).choice(chosen, count, replace=False))
     return Corpus(
         np.concatenate(tokens),
         np.concatenate(positions),
         np.concatenate([[0], np.cumsum(np.concatenate(lengths))]),
         len(tokens[0]),
-        vstack(codes, format="csc"),
-        _near(run, cofiring, listener),
+        by_latent,
+        _near(run, chosen, cofiring, listener),
     )
 
 
@@ -192,16 +201,19 @@ def _sample(
     return *joined, vstack(codes, format="csr")
 
 
-def _near(run: Measured, cofiring: CoFiring, listener: Listener) -> np.ndarray:
-    """The latents near each, (F, any number), in turn by cosine of decoder vectors and by co-firing; -1 for none."""
-    every = torch.arange(run.sae.d_sae, device=run.sae.W_dec.device)
-    with listener.progress("comparing latents", len(every), "latents") as show:
-        cosines, by_cosine = neighbours(run.sae.W_dec, every, NEIGHBOURS, show)
-    with listener.progress("counting pairs", len(every), "latents") as show:
-        phi, by_phi = cofiring.partners(every, NEIGHBOURS, show)
-    near = torch.stack([by_cosine, by_phi], dim=2)
-    near[torch.stack([cosines, phi], dim=2) <= 0] = -1
-    return near.flatten(1).numpy()
+def _near(
+    run: Measured, chosen: np.ndarray, cofiring: CoFiring, listener: Listener
+) -> dict[int, list[int]]:
+    """The latents near chosen ones, (C,), in turn by cosine of decoder vectors and by co-firing."""
+    latents = torch.from_numpy(chosen).to(run.sae.W_dec.device)
+    with listener.progress("comparing latents", len(latents), "latents") as show:
+        cosines, by_cosine = neighbours(run.sae.W_dec, latents, NEIGHBOURS, show)
+    with listener.progress("counting pairs", len(latents), "latents") as show:
+        phi, by_phi = cofiring.partners(latents, NEIGHBOURS, show)
+    near = torch.stack([by_cosine, by_phi], dim=2).flatten(1)
+    is_near = torch.stack([cosines, phi], dim=2).flatten(1) > 0
+    rows = zip(chosen.tolist(), near, is_near, strict=True)
+    return {latent: others[known].tolist() for latent, others, known in rows}
 
 
 def _evenly(ranked: np.ndarray, count: int) -> np.ndarray:

@@ -17,14 +17,13 @@ from ..extract.splice import spec_of
 from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import DENSE_FREQUENCY
-from .excerpts import Corpus, gather
+from .excerpts import SEED, Corpus, gather
 from .labels import LABELS, Label, Labels, add_labels, others_labels, shown
 from .measured import ChosenRows, Measured, RowsLike
 from .probes import mean_and_interval
 from .rules import Rule, Tokens, choose_rules, score
 
 SCORES = ("texts", "tokens")
-SEED = 0  # of the latents drawn, and of the shuffled labels
 Scores = dict[str, float | None]
 
 
@@ -67,7 +66,9 @@ def explain(
     path = _place(home, sae, subject, out)
     if labels is not None:
         if data is not None or latents is not None or count is not None:
-            raise ConfigError("--labels takes all labels of a file; leave the other options out")
+            raise ConfigError(
+                "--labels takes all labels of a file; leave --data, --latent and --latents out"
+            )
         given = others_labels(Path(labels), d_sae)
         everything = add_labels(path, "given", given)
         return {
@@ -79,16 +80,11 @@ def explain(
         }
     run = ChosenRows(home, data, "all", device, listener, target).with_opened(*opened)
     texts = _texts(run)
-    corpus = gather(run, listener)
+    corpus = gather(run, chosen, count, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
-    rng = np.random.default_rng(SEED)
-    if chosen is None:
-        chosen = np.flatnonzero(firings)
-    if count is not None and count < len(chosen):
-        chosen = np.sort(rng.choice(chosen, count, replace=False))
     rules = choose_rules(Tokens(corpus, texts))
-    ruled = {latent: rule for latent in chosen.tolist() if (rule := rules[latent]) is not None}
-    scores, shuffled = _scores(corpus, ruled, rng, listener)
+    ruled = {latent: rule for latent, rule in enumerate(rules) if rule and latent in corpus.near}
+    scores, shuffled = _scores(corpus, ruled, listener)
     found = {}
     for latent, rule in ruled.items():
         dense = firings[latent] > DENSE_FREQUENCY * rows
@@ -99,17 +95,17 @@ def explain(
         "data": run.rows.name,
         "labels": str(path),
         "latents": [
-            _line(latent, float(firings[latent] / rows), everything) for latent in chosen.tolist()
+            _line(latent, float(firings[latent] / rows), everything) for latent in corpus.near
         ],
         "scores": [_means("rule", scores), _means("rule, shuffled", shuffled)],
     }
 
 
 def _scores(
-    corpus: Corpus, rules: Mapping[int, Rule], rng: np.random.Generator, listener: Listener
+    corpus: Corpus, rules: Mapping[int, Rule], listener: Listener
 ) -> tuple[dict[int, Scores], dict[int, Scores]]:
     """The scores of each latent's rule, and of another latent's."""
-    order = rng.permutation(list(rules)).tolist()
+    order = np.random.default_rng(SEED).permutation(list(rules)).tolist()
     scores, shuffled = {}, {}
     with listener.progress("scoring", len(rules), "latents") as show:
         for done, (latent, other) in enumerate(zip(order, np.roll(order, 1).tolist(), strict=True)):
