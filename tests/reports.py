@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,15 @@ NASTY = [
 WORDS = ["<unk>", *NASTY, *(f"w{number}" for number in range(30))]
 
 
-def save_model(folder: Path) -> Path:
-    """A Llama of random weights, `D` wide, whose tokens are `WORDS`."""
-    numbers = {word: number for number, word in enumerate(WORDS)}
+def save_model(folder: Path, words: Sequence[str] = WORDS) -> Path:
+    """A Llama of random weights, `D` wide, whose tokens are the words."""
+    numbers = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 1}
-    tokens = {"vocab_size": len(WORDS), "bos_token_id": None, "eos_token_id": None}
+    tokens = {"vocab_size": len(words), "bos_token_id": None, "eos_token_id": None}
     config = LlamaConfig(**sizes, **tokens, num_attention_heads=2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

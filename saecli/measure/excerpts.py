@@ -7,7 +7,6 @@ them once.
 Shapes: n tokens of both samples, W windows, E excerpts, C chosen latents, F = d_sae.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,8 +15,6 @@ import torch
 from scipy.sparse import csc_array, csr_array, vstack
 
 from ..base.console import Listener
-from ..base.errors import ConfigError
-from ..extract.options import COLUMNS
 from ..extract.tokenizer import TokenTexts
 from ..store.split import TEST_FRACTION, Which
 from .latents import CoFiring, in_blocks
@@ -131,15 +128,10 @@ class Corpus:
 
 
 def gather(
-    run: Measured, latents: Sequence[int] | None, count: int | None, listener: Listener
+    run: Measured, latents: np.ndarray | None, count: int | None, listener: Listener
 ) -> Corpus:
     """Read and encode both samples of the run's store, and choose latents: those given, by default all that fire, or
-    `count` of them, drawn at random. ConfigError if the store keeps no tokens."""
-    if not set(COLUMNS) <= set(run.store.meta.columns):
-        raise ConfigError(
-            f"{run.store.name} keeps no tokens: expected a store of texts, as of `sae extract`; name one "
-            "with --data"
-        )
+    `count` of them, drawn at random. Its store keeps tokens."""
     cofiring = CoFiring(run.sae.d_sae, TRAIN_ROWS)
     samples = [
         _sample(_some(run, "train", TRAIN_ROWS), cofiring, listener),

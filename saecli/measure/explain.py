@@ -13,6 +13,7 @@ from ..base.files import check_place
 from ..base.home import Home
 from ..extract.language_model import load_tokenizer
 from ..extract.model_source import find_model
+from ..extract.options import COLUMNS
 from ..extract.splice import spec_of
 from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
@@ -79,7 +80,7 @@ def explain(
             "scores": [],
         }
     run = ChosenRows(home, data, "all", device, listener, target).with_opened(*opened)
-    texts = _texts(run)
+    texts = texts_of(run)
     corpus = gather(run, chosen, count, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
     rules = choose_rules(Tokens(corpus, texts))
@@ -134,15 +135,18 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
     return path
 
 
-def _texts(run: Measured) -> TokenTexts:
-    """The texts of the store's tokens."""
-    model = spec_of(run.store.meta.source)
-    if model is None:
+def texts_of(run: Measured) -> TokenTexts:
+    """The texts of the store's tokens; ConfigError if it keeps none, or names no model."""
+    model, lacks = spec_of(run.store.meta.source), ""
+    if not set(COLUMNS) <= set(run.store.meta.columns):
+        lacks = "keeps no tokens"
+    elif model is None:
+        lacks = "does not say which model its tokens are of"
+    if lacks:
         raise ConfigError(
-            f"{run.store.name} does not say which model its tokens are of: expected a store as of `sae "
-            "extract`; name another with --data"
+            f"{run.store.name} {lacks}: expected a store as of `sae extract`; name another with --data"
         )
-    return TokenTexts(load_tokenizer(find_model(model)))
+    return TokenTexts(load_tokenizer(find_model(str(model))))
 
 
 def _line(latent: int, frequency: float | None, labels: Labels) -> dict[str, Any]:

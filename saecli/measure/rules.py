@@ -98,8 +98,8 @@ KINDS = (
     Kind(
         "{} in any case", lambda tokens: tokens.each(lambda text: _quoted(text).casefold()), 5, 0.02
     ),
-    *(Kind("words that end in {}", _shared(slice(-n, None)), 1, 0.02) for n in (2, 3, 4)),
-    *(Kind("words that begin with {}", _shared(slice(n), " "), 1, 0.02) for n in (3, 4)),
+    *(Kind("words that end in {}", _shared(slice(-n, None)), 1, 0.02) for n in (4, 3, 2)),
+    *(Kind("words that begin with {}", _shared(slice(n), " "), 1, 0.02) for n in (4, 3)),
     Kind("{}", lambda tokens: tokens.each(_class), 2),
     Kind("after {}", lambda tokens: tokens.before(), 4, 0.01),
     Kind("before {}", lambda tokens: tokens.before(-1), 4, 0.015),
@@ -143,7 +143,7 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
     weights.data *= scale.repeat(firings).astype(weights.dtype)
     rows = np.count_nonzero(corpus.positions[: corpus.trained] >= 0)
     silent = 1 - firings / (rows + 1)  # a fraction, of latents that always fire not 0
-    best = np.zeros(len(firings))
+    best = np.zeros(len(firings))  # of equal ones the first kind is taken
     rules: list[Rule | None] = [None] * len(firings)
     for kind in KINDS:
         having, names = tokens.having(kind.values(tokens))

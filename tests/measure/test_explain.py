@@ -1,0 +1,363 @@
+"""`saecli.explain` on latents that fire by planted rules, its scores by hand, and labels in files and commands."""
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run, make_store, some_rows, trained_on_docs
+from reports import index_of, save_model
+from sklearn.metrics import balanced_accuracy_score
+from storing import make_store as make_text_store
+
+import saecli
+from saecli.base.console import Silent
+from saecli.base.home import Home
+from saecli.measure.excerpts import LENGTH, Corpus, Excerpt, LatentExcerpts, excerpts_of, gather
+from saecli.measure.labels import LEAST_SHOWN, Label, read_labels, shown
+from saecli.measure.measured import ChosenRows
+from saecli.measure.rules import balanced_accuracy
+from saecli.sae.activations import Relu
+from saecli.sae.dictionary import SAE
+from saecli.store.split import is_test
+
+ENDING = "running walking singing eating telling asking going".split()
+BEGINNING = "prelude prefix prepare preface preside pretext prevent".split()
+CASES = "the The THE a A not Not NOT".split()
+FILLER = [f"{first}{last}" for first in "bcdf" for last in "bcdfghjklmnpqrs"]
+OTHERS = "return is was are 12 345 6 Paris Berlin Rome , . !".split()
+WORDS = ["<unk>", *ENDING, *BEGINNING, *CASES, *OTHERS, *FILLER]
+CONTEXT, DOCUMENTS = 40, 600
+Fires = Callable[[list[str], int], bool]  # on a document's words at a position from 0
+
+
+def before(words: list[str], at: int) -> str:
+    return words[at - 1] if at else ""
+
+
+PLANTED: dict[str, Fires] = {
+    "`return`": lambda words, at: words[at] == "return",
+    "`are`, `is`, `was`": lambda words, at: words[at] in ("is", "was", "are"),
+    "words that end in `ing`": lambda words, at: words[at].endswith("ing"),
+    "words that begin with `pre`": lambda words, at: words[at].startswith("pre"),
+    "`a`, `not`, `the` in any case": lambda words, at: words[at].lower() in ("the", "a", "not"),
+    "after `return`": lambda words, at: before(words, at) == "return",
+    "before `return`": lambda words, at: at + 1 < len(words) and words[at + 1] == "return",
+    "digits": lambda words, at: words[at].isdigit(),
+    "position 1 to 3": lambda words, at: at < 3,
+    "dense: position 2 to 6": lambda words, at: 1 <= at < 6,
+    "`,`": lambda words, at: words[at] == "," and at % 2 == 0,
+}
+LABELS = list(PLANTED)
+SILENT, ALWAYS = len(PLANTED), len(PLANTED) + 1
+WIDTH = len(PLANTED) + 2
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Documents' words, and the codes of their tokens, which are the store's rows."""
+
+    home: Path
+    words: list[list[str]]
+    codes: np.ndarray  # (documents, CONTEXT, WIDTH)
+
+    @property
+    def held_out(self) -> np.ndarray:
+        return is_test(np.arange(DOCUMENTS))
+
+    def finds(self, excerpt: Excerpt, latent: int, held_out: bool) -> bool:
+        """Whether an excerpt's tokens and codes stand in a document of that split."""
+        tokens = [token.strip() for token in excerpt.tokens]
+        for document in np.flatnonzero(self.held_out == held_out):
+            words, codes = self.words[document], self.codes[document, :, latent]
+            for at in range(CONTEXT - len(tokens) + 1):
+                same = words[at : at + len(tokens)] == tokens
+                if same and np.allclose(codes[at : at + len(tokens)], excerpt.codes):
+                    return True
+        return False
+
+
+def identity() -> SAE:
+    """Codes are the rows."""
+    eye, zeros = torch.eye(WIDTH), torch.zeros(WIDTH)
+    return SAE(eye, zeros, eye.clone(), zeros.clone(), Relu())
+
+
+def plant(home: Path, model: Path | None, name: str = "planted") -> Planted:
+    rng = np.random.default_rng(0)
+    words = [list(rng.choice(WORDS[1:], CONTEXT)) for _ in range(DOCUMENTS)]
+    codes = np.zeros((DOCUMENTS, CONTEXT, WIDTH), np.float32)
+    for document, own in enumerate(words):
+        for at in range(CONTEXT):
+            fires = [rule(own, at) for rule in PLANTED.values()]
+            codes[document, at, : len(fires)] = fires * (1 + rng.random(len(fires)))
+    codes[..., ALWAYS] = 1
+    rows = np.arange(DOCUMENTS * CONTEXT)
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    columns = {
+        "document": rows // CONTEXT,
+        "position": rows % CONTEXT + 1,
+        "token_id": np.array([numbers[word] for own in words for word in own]),
+    }
+    source = {"layer": 3, "site": "resid_post"} | ({} if model is None else {"model": str(model)})
+    place = home / "activations" / name
+    make_text_store(
+        place, codes.reshape(-1, WIDTH), columns=columns, source=source, shard_rows=5000
+    )
+    return Planted(home, words, codes)
+
+
+@pytest.fixture
+def planted(sae: CommandLine, tmp_path: Path) -> Planted:
+    made = plant(sae.home, save_model(tmp_path / "gpt2", WORDS))
+    make_run(sae.home, "run", identity(), data="planted")
+    return made
+
+
+def corpus_of(planted: Planted) -> tuple[Corpus, Any]:
+    from saecli.measure.explain import texts_of
+
+    run = ChosenRows(Home(planted.home), None, "all", "cpu", Silent()).with_sae("run")
+    return gather(run, None, None, Silent()), texts_of(run)
+
+
+def test_planted_rules_are_found_and_shuffled_ones_score_chance(planted: Planted):
+    document = saecli.explain("run", home=planted.home)
+    lines = {line["latent"]: line for line in document["latents"]}
+    assert sorted(lines) == [*range(SILENT), ALWAYS]
+    for latent, label in enumerate(LABELS):
+        rule = lines[latent]["rule"]
+        parts = rule["label"].partition(" in any")
+        found = ", ".join(sorted(parts[0].split(", "))) + "".join(parts[1:])
+        assert found == label
+        assert lines[latent]["label"] == rule["label"]
+        fraction = float((planted.codes[..., latent] > 0).mean())
+        assert lines[latent]["frequency"] == pytest.approx(fraction)
+        if label != "`,`":
+            assert rule["scores"]["tokens"] == 1
+    assert [lines[latent]["rule"]["scores"]["texts"] for latent in (0, 1, 5)] == [1, 1, 1]
+    assert "rule" not in lines[ALWAYS] and lines[ALWAYS]["label"] is None
+    rules, shuffled = document["scores"]
+    assert (rules["latents"], rules["labels"]) == (len(PLANTED), "rule")
+    for measure in ("texts", "tokens"):
+        scores = [lines[latent]["rule"]["scores"][measure] for latent in range(len(PLANTED))]
+        assert rules[measure] == pytest.approx(
+            np.mean([each for each in scores if each is not None])
+        )
+        assert rules[f"{measure}_low"] < rules[measure] < rules[f"{measure}_high"]
+        assert 0.4 < shuffled[measure] < 0.6
+    assert rules["tokens"] > 0.95
+
+
+def test_excerpts_are_of_the_split_and_show_what_the_store_holds(planted: Planted):
+    corpus, texts = corpus_of(planted)
+    for latent in range(len(PLANTED)):
+        found = excerpts_of(corpus, latent, texts)
+        assert isinstance(found, LatentExcerpts) and found.latent == latent
+        for held_out, group in (
+            (False, found.shown),
+            *((True, part) for part in (found.firing, found.silent, found.near)),
+        ):
+            for excerpt in group:
+                assert len(excerpt.tokens) == len(excerpt.codes) == LENGTH
+                assert planted.finds(excerpt, latent, held_out)
+        assert 10 < len(found.firing) <= 20 and all(any(each.codes) for each in found.firing)
+        assert not any(any(each.codes) for each in (*found.silent, *found.near))
+        of_training = planted.codes[~planted.held_out, :, latent]
+        peaks = [part.max() for codes in of_training for part in (codes[:LENGTH], codes[LENGTH:])]
+        for excerpt, peak in zip(found.shown[:10], sorted(peaks, reverse=True), strict=False):
+            assert peak in excerpt.codes
+    near = corpus.spans(5)["near"]
+    assert {*corpus.near[5]} <= {*range(WIDTH)} - {5}
+    for begin, end in near.tolist():
+        assert corpus.codes[begin:end][:, corpus.near[5]].nnz
+
+
+def test_scores_are_those_counted_by_hand(planted: Planted):
+    line = saecli.explain("run", latents=10, home=planted.home)["latents"][0]
+    corpus, texts = corpus_of(planted)
+    excerpts = excerpts_of(corpus, 10, texts)
+    groups = [(excerpts.firing, True), (excerpts.silent, False), (excerpts.near, False)]
+    matches = {
+        (fires, number): [token.strip() == "," for token in excerpt.tokens]
+        for fires, (group, wanted) in enumerate(groups)
+        for number, excerpt in enumerate(group)
+    }
+    told = {True: [], False: []}
+    tokens = {True: [], False: []}
+    for kind, (group, wanted) in enumerate(groups):
+        for number, excerpt in enumerate(group):
+            told[wanted].append(any(matches[kind, number]))
+            for match, code in zip(matches[kind, number], excerpt.codes, strict=True):
+                tokens[code > 0].append(match)
+    for measure, found in (("texts", told), ("tokens", tokens)):
+        expected = (np.mean(found[True]) + 1 - np.mean(found[False])) / 2
+        assert line["rule"]["scores"][measure] == pytest.approx(expected)
+    assert line["rule"]["scores"]["texts"] < 1
+
+
+def test_balanced_accuracy_is_scikit_learns():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        said, true = rng.random((2, 50)) < rng.random((2, 1))
+        if true.any() and not true.all():
+            expected = balanced_accuracy_score(true, said)
+            assert balanced_accuracy(said, true) == pytest.approx(expected)
+    assert balanced_accuracy(said, np.ones(50, bool)) is None
+
+
+def test_a_file_keeps_labels_of_all_kinds_and_shows_given_ones_first(planted: Planted):
+    path = planted.home / "runs" / "run" / "labels.json"
+    path.write_text(json.dumps({"0": "by hand", str(SILENT): {"model": {"label": "by a model"}}}))
+    lines = {line["latent"]: line for line in saecli.explain("run", home=planted.home)["latents"]}
+    assert lines[0]["label"] == "by hand" and lines[0]["rule"]["label"] == "`return`"
+    labels = read_labels(path)
+    assert labels[SILENT] == {"model": Label("by a model")}
+    assert labels[1]["rule"] == Label(**lines[1]["rule"])
+    again = saecli.explain("run", latents=[1, 3], count=1, out=path, home=planted.home)
+    assert len(again["latents"]) == 1 and read_labels(path) == labels
+    rule, model = Label("rule", {"tokens": 0.9}), Label("model")
+    assert shown({"rule": rule, "model": model}) == "model"
+    assert shown({"rule": rule, "model": model, "given": Label("given")}) == "given"
+    assert shown({"rule": rule}) == "rule"
+    assert shown({"rule": Label("rule", {"tokens": LEAST_SHOWN})}) is None
+
+
+OF_NEURONPEDIA = [
+    {"modelId": "m", "layer": "3-x", "index": "7", "description": " dates ", "typeName": "t"},
+    {"modelId": "m", "layer": "3-x", "index": "2", "description": "names, places"},
+    {"modelId": "m", "layer": "3-x", "index": "7", "description": "a second one"},
+    {"modelId": "m", "layer": "3-x", "index": "9", "description": None},
+]
+FILES = {
+    "batch-0.jsonl": "".join(json.dumps(entry) + "\n" for entry in OF_NEURONPEDIA),
+    "export.json": json.dumps(OF_NEURONPEDIA),
+    "ours.json": '[{"latent": 7, "label": "dates"}, {"latent": 2, "label": "names, places"}]',
+    "table.csv": 'latent,label\n7,dates\n2,"names, places"\n',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("packed", ["", ".gz", "/"])
+def test_labels_of_others_are_read_in_every_format(sae: CommandLine, name: str, packed: str):
+    make_run(sae.home, "run", identity())
+    content, path = FILES[name].encode(), sae.home / name
+    if packed == ".gz":
+        content, path = gzip.compress(content), sae.home / f"{name}.gz"
+    path.write_bytes(content)
+    if packed == "/":
+        path = (sae.home / "batches").mkdir() or path.rename(sae.home / "batches" / name).parent
+    done = sae("explain", "run", "--labels", path, "--json")
+    assert done.status == 0, done.err
+    found = {line["latent"]: line["label"] for line in done.json["latents"]}
+    assert found == {2: "names, places", 7: "dates"}
+    in_file = read_labels(sae.home / "runs" / "run" / "labels.json")
+    assert in_file == {2: {"given": Label("names, places")}, 7: {"given": Label("dates")}}
+    assert "names, places" in sae("explain", "run", "--labels", path).out
+
+
+BAD_FILES = {
+    "words.json": ("words", "cannot read"),
+    "dict.json": ('{"a": 1}', "cannot read"),
+    "empty.json": ("[]", "has no labels: expected entries with index"),
+    "none.jsonl": ('{"index": 1, "description": null}', "has no labels"),
+    "other.json": ('[{"feature": 1, "text": "a"}]', "got feature, text"),
+    "half.json": ('[{"index": 1.5, "description": "a"}]', "a whole number"),
+    "number.json": ('[{"index": 1, "description": 2}]', "a text"),
+    "below.csv": ("index,description\n-1,a\n", "a whole number"),
+    "above.csv": ("index,description\n13,a\n", "labels latents 13 to 13: expected 0 to 12"),
+    "several.json": (
+        '[{"index": 1, "layer": "a", "label": "x"}, {"index": 1, "layer": "b", "label": "x"}]',
+        "several SAEs",
+    ),
+    "packed.json.gz": ("words", "cannot read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_other_files_are_refused_in_a_sentence(sae: CommandLine, name: str):
+    folder = make_run(sae.home, "run", identity())
+    content, sentence = BAD_FILES[name]
+    (sae.home / name).write_text(content)
+    done = sae("explain", "run", "--labels", sae.home / name)
+    assert (done.status, done.out) == (1, "") and not (folder / "labels.json").exists()
+    assert sentence in done.err and name in done.err and "Traceback" not in done.err
+
+
+REFUSED = [
+    ("run --latent 13", "--latent must be from 0 to 12, the last of run, got [13]"),
+    ("run --latent -1", "--latent must be from 0 to 12"),
+    ("run --latents 0", "--latents"),
+    ("run --out {tmp}/none/labels.json", "there is no folder"),
+    ("run --labels {tmp}/a.csv --latent 1", "leave --data, --latent and --latents out"),
+    ("run --data rows", "rows keeps no tokens: expected a store"),
+    ("run --data unnamed", "unnamed does not say which model its tokens are of"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED)
+def test_what_cannot_be_labelled_is_refused_in_a_sentence(
+    sae: CommandLine, tmp_path: Path, words: str, sentence: str
+):
+    make_run(sae.home, "run", identity())
+    if "rows" in words:
+        make_store(sae.home, "rows", some_rows(d_in=WIDTH))
+    elif "unnamed" in words:
+        plant(sae.home, None, "unnamed")
+    done = sae("explain " + words.format(tmp=tmp_path))
+    assert (done.status, done.out) == (2, "")
+    assert sentence in " ".join(done.err.split()) and "Traceback" not in done.err
+
+
+def test_an_sae_in_memory_needs_a_file_for_labels(planted: Planted, tmp_path: Path):
+    mine = identity()
+    with pytest.raises(saecli.SaeError, match="--out is needed: sae has no folder"):
+        saecli.explain(mine, "planted", home=planted.home)
+    out = tmp_path / "labels.json"
+    saecli.explain(mine, "planted", latents=0, out=out, home=planted.home)
+    assert read_labels(out)[0]["rule"].label == "`return`"
+
+
+def test_a_crosscoder_has_labels_by_the_texts_of_its_first_store(planted: Planted, tmp_path: Path):
+    plant(planted.home, tmp_path / "gpt2", "again")
+    stores = saecli.join(
+        *(saecli.open_store(name, home=planted.home) for name in ("planted", "again"))
+    )
+    eye, zeros = torch.eye(WIDTH), torch.zeros(WIDTH)
+    both = torch.cat([eye, eye])
+    cross = SAE(both / 2, zeros, both.T.clone(), torch.zeros(2 * WIDTH), Relu())
+    document = saecli.explain(cross, stores, out=tmp_path / "labels.json", home=planted.home)
+    found = {line["latent"]: line["label"] for line in document["latents"]}
+    assert found[0] == "`return`" and found[5] == "after `return`"
+
+
+def test_labels_are_shown_by_all_commands_that_list_latents(sae: CommandLine, tmp_path: Path):
+    trained_on_docs(sae)
+    done = sae("explain", "--top", "3")
+    assert done.status == 0, done.err
+    document = sae("explain", "--json").json
+    mean = document["scores"][0]
+    assert f"{mean['tokens']:.3f} ± " in done.out and "rule, shuffled" in done.out
+    assert f"{document['latents'][0]['rule']['label']} " in done.out
+    labels = {line["latent"]: line["label"] for line in document["latents"] if line["label"]}
+    assert len(labels) > 10
+    (run,) = sae("sparsity", "--json").json["runs"]
+    assert {int(latent): label for latent, label in run["labels"].items()} == labels
+    dense = [latent for latent in labels if run["frequency"][latent] > 0.1]
+    strongest = max(dense, key=lambda latent: run["frequency"][latent])
+    assert (
+        f"{strongest} ({run['frequency'][strongest]:.0%}: {labels[strongest]})"
+        in sae("sparsity").out
+    )
+    words = ("--latent", str(strongest), "--prompt", "Return the", "--max-new-tokens", "1")
+    assert f" {strongest} {labels[strongest]} " in sae("steer", *words).out
+    (latent, *_) = sae("read", "--prompt", "Return the number", "--json").json["latents"]
+    assert latent["label"] == labels.get(latent["latent"])
+    assert sae("report", "--out", tmp_path / "out").status == 0
+    index = index_of(tmp_path / "out")["latents"]
+    assert index["label"] == [labels.get(latent) for latent in range(64)]
