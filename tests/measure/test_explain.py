@@ -183,17 +183,13 @@ def test_scores_are_those_counted_by_hand(planted: Planted):
     corpus, texts = corpus_of(planted)
     excerpts = excerpts_of(corpus, 10, texts)
     groups = [(excerpts.firing, True), (excerpts.silent, False), (excerpts.near, False)]
-    matches = {
-        (fires, number): [token.strip() == "," for token in excerpt.tokens]
-        for fires, (group, wanted) in enumerate(groups)
-        for number, excerpt in enumerate(group)
-    }
-    told = {True: [], False: []}
-    tokens = {True: [], False: []}
-    for kind, (group, wanted) in enumerate(groups):
-        for number, excerpt in enumerate(group):
-            told[wanted].append(any(matches[kind, number]))
-            for match, code in zip(matches[kind, number], excerpt.codes, strict=True):
+    told: dict[bool, list[bool]] = {True: [], False: []}
+    tokens: dict[bool, list[bool]] = {True: [], False: []}
+    for group, wanted in groups:
+        for excerpt in group:
+            matches = [token.strip() == "," for token in excerpt.tokens]
+            told[wanted].append(any(matches))
+            for match, code in zip(matches, excerpt.codes, strict=True):
                 tokens[code > 0].append(match)
     for measure, found in (("texts", told), ("tokens", tokens)):
         expected = (np.mean(found[True]) + 1 - np.mean(found[False])) / 2
