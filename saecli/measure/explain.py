@@ -19,7 +19,7 @@ from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import DENSE_FREQUENCY
 from .excerpts import SEED, Corpus, gather
-from .labels import LABELS, Label, Labels, add_labels, others_labels, shown
+from .labels import LABELS, Label, Labels, add_labels, others_labels, read_labels, shown
 from .measured import ChosenRows, Measured, RowsLike
 from .probes import mean_and_interval
 from .rules import Rule, Tokens, choose_rules, score
@@ -132,6 +132,7 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
         raise ConfigError(
             f"cannot write {path}: {error.strerror or error}; name another file with --out"
         ) from error
+    read_labels(path)  # refuses a damaged file before any work
     return path
 
 

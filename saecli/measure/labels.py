@@ -20,7 +20,7 @@ from ..base.errors import FormatError, one_line
 from ..base.files import regular, write_json
 
 LABELS = "labels.json"
-LEAST_SHOWN = 0.6
+LEAST_SHOWN = 0.55
 Kind = Literal["given", "model", "rule"]
 OURS = {"index": "latent", "description": "label"}  # by Neuronpedia's names
 

@@ -6,9 +6,10 @@ all rules that with the largest balanced accuracy on training tokens is chosen,
     BA = 1/2 + sum over the values of (p_v - q_v) / 2
 
 where p_v is the fraction of the firings that have value v, and q_v that of the silent tokens, so that the best values
-of a kind are found one by one. Firings weigh by the square root of the code: labels say more of strong than of weak
-ones. Of k firings with a value `sqrt(k)`, their standard deviation, may be chance, and do not count. Each further value
-must add `LEAST_GAIN`; kinds that say less, or have more values to choose from, have a cost.
+of a kind are found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4, so
+that labels say more of strong ones. Of k firings with a value `sqrt(k)`, their standard deviation, may be chance, and
+do not count. Each further value must add `LEAST_GAIN`; kinds that say less, or have more values to choose from, have a
+cost.
 
 Shapes: n tokens, V values of a kind, F = d_sae.
 """
@@ -136,23 +137,23 @@ class Rule:
 def choose_rules(tokens: Tokens) -> list[Rule | None]:
     """The rule of each latent, None where none is better than chance on the training tokens."""
     corpus = tokens.corpus
-    weights = csr_array(corpus.codes.T)[:, : corpus.trained]  # (F, n)
-    firings = np.diff(weights.indptr)
-    weights.data = np.sqrt(abs(weights.data))
-    scale = firings / np.maximum(weights.sum(1), np.finfo(np.float32).tiny)
-    weights.data *= scale.repeat(firings).astype(weights.dtype)
-    rows = np.count_nonzero(corpus.positions[: corpus.trained] >= 0)
-    silent = 1 - firings / (rows + 1)  # a fraction, of latents that always fire not 0
+    fires = csr_array(corpus.codes.T)[:, : corpus.trained]  # (F, n)
+    firings = np.diff(fires.indptr)
+    weights = _weighted(fires)
+    fires.data[:] = 1
+    silent = np.count_nonzero(corpus.positions[: corpus.trained] >= 0) - firings
     best = np.zeros(len(firings))  # of equal ones the first kind is taken
     rules: list[Rule | None] = [None] * len(firings)
     for kind in KINDS:
         having, names = tokens.having(kind.values(tokens))
-        counts = csr_array(weights @ having[: corpus.trained])  # (F, V)
+        seen = having[: corpus.trained]
+        counts, weighted = csr_array(fires @ seen), csr_array(weights @ seen)  # (F, V), alike
+        for each in (counts, weighted):
+            each.sort_indices()
         latents = np.arange(len(firings)).repeat(np.diff(counts.indptr))
-        recall = (counts.data - np.sqrt(counts.data)) / firings[latents]
-        everywhere = having[: corpus.trained].sum(0)[counts.indices] / rows
-        # Of all tokens, not of the silent ones: p - q = (p - r) / (1 - the fraction of firings).
-        gains = (recall - everywhere) / silent[latents] / 2
+        recall = (weighted.data - np.sqrt(weighted.data)) / firings[latents]
+        false = (seen.sum(0)[counts.indices] - counts.data) / np.maximum(silent[latents], 1)
+        gains = np.where(silent[latents] > 0, recall - false, 0) / 2
         order = np.lexsort((-gains, latents))
         ranks = np.arange(len(order)) - counts.indptr[latents]
         least = np.where(ranks > 0, LEAST_GAIN, 0)
@@ -165,6 +166,18 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
             rules[latent] = Rule(kind.words, tuple(names[numbers]), by_value, numbers)
         best = np.maximum(best, score)
     return rules
+
+
+def _weighted(fires: csr_array) -> csr_array:
+    """Codes, (F, n), as the weights of firings, whose sum is each latent's number of firings."""
+    firings = np.diff(fires.indptr)
+    latents = np.arange(len(firings)).repeat(firings)
+    weights = fires.copy()
+    ranks = np.arange(1, len(latents) + 1) - fires.indptr[latents]
+    weights.data[np.lexsort((abs(fires.data), latents))] = (ranks / firings[latents]) ** 2
+    scale = firings / np.maximum(weights.sum(1), np.finfo(np.float32).tiny)
+    weights.data *= scale.repeat(firings).astype(weights.dtype)
+    return weights
 
 
 def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, float | None]:
