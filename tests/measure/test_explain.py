@@ -217,7 +217,7 @@ def test_a_file_keeps_labels_of_all_kinds_and_shows_given_ones_first(planted: Pl
     assert labels[1]["rule"] == Label(**lines[1]["rule"])
     damaged = path.with_name("damaged.json")
     damaged.write_text('{"1": 2}')
-    with pytest.raises(saecli.SaeError, match="cannot read .*damaged.json: 1"):
+    with pytest.raises(saecli.SaeError, match=r"cannot read .*damaged\.json: 1"):
         saecli.explain("run", out=damaged, home=planted.home)
     again = saecli.explain("run", latents=[1, 3], count=1, out=path, home=planted.home)
     assert len(again["latents"]) == 1 and read_labels(path) == labels
