@@ -11,13 +11,13 @@ others; by a language model; or a rule's, if its balanced accuracy on tokens is 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pandas
 
-from ..base.documents import read_json
+from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
-from ..base.files import regular, write_json
+from ..base.files import regular, to_json, write_json
 
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
@@ -39,15 +39,16 @@ def read_labels(path: Path) -> Labels:
     if not path.is_file():
         return {}
     try:
-        entries = read_json(path, dict[int, str | dict[Kind, Label]])
+        entries = read_json(path, dict[int, Any])
+        by_kind = {
+            latent: {"given": {"label": entry}} if isinstance(entry, str) else entry
+            for latent, entry in entries.items()
+        }
+        return parse_json(to_json(by_kind), Labels)
     except (OSError, ValueError) as error:
         raise FormatError(
             f"cannot read {path}: {error}; correct it, or remove it to go on without labels"
         ) from error
-    return {
-        latent: {"given": Label(entry)} if isinstance(entry, str) else entry
-        for latent, entry in entries.items()
-    }
 
 
 def shown(labels: Mapping[Kind, Label]) -> str | None:
