@@ -115,12 +115,12 @@ def why_unreachable() -> str | None:
     endpoint, now = constants.ENDPOINT, time.monotonic()
     asked, answer = _answers.get(endpoint, (-math.inf, None))
     if now - asked > ANSWER_HOLDS:
-        answer = _why_silent(endpoint)
+        answer = why_silent(endpoint, ANSWER_SECONDS)
         _answers[endpoint] = now, answer
     return answer
 
 
-def _why_silent(endpoint: str) -> str | None:
+def why_silent(endpoint: str, seconds: float) -> str | None:
     """Why an endpoint does not answer a request. In a thread, since nothing limits the time to look up a name."""
     import socket  # each of these is slow to import, and most commands do not need them
     import urllib.request
@@ -138,7 +138,7 @@ def _why_silent(endpoint: str) -> str | None:
         try:
             if not urllib.request.getproxies():  # a proxy looks names up and connects by itself
                 socket.create_connection((host, port), CONNECT_SECONDS).close()
-            get_session().head(endpoint, timeout=ANSWER_SECONDS)
+            get_session().head(endpoint, timeout=seconds)
             answers.append(None)
         except socket.gaierror:
             answers.append(f"no address for {host}")
@@ -147,8 +147,8 @@ def _why_silent(endpoint: str) -> str | None:
 
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(ANSWER_SECONDS)
-    return answers[0] if answers else f"no answer from {host} within {ANSWER_SECONDS} s"
+    thread.join(seconds)
+    return answers[0] if answers else f"no answer from {host} within {seconds} s"
 
 
 def why_refused(repo: str, error: BaseException) -> str | None:

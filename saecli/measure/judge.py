@@ -1,0 +1,236 @@
+"""Labels of latents by a language model, and scores of labels by it: detection and fuzzing.
+
+    detection   told a label, does the latent fire in an excerpt? On some it does; on others it is silent: at random, or
+                `near`, where a latent near it fires
+    fuzzing     told a label, are the marked tokens of an excerpt those on which the latent fires? In half of the
+                excerpts they are; in the others, as many others are marked at random
+
+A score is a balanced accuracy, the mean of the fractions of yes and of no that are right: 0.5 for a judge that guesses,
+or that says one thing only. An answer that is no list of as many verdicts is counted, and left out.
+
+Three labels of each latent are scored on the same excerpts: the judge's own; the rule's, made without a language model;
+and, as the floor, another latent's: the judge's labels, shuffled so that none stays where it was.
+
+Source: Paulo et al., "Automatically Interpreting Millions of Features in Large Language Models" (arXiv:2410.13928).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .endpoint import Ask, Chat
+from .excerpts import Excerpt, LatentExcerpts
+from .rules import balanced_accuracy
+
+BATCH = 5  # most excerpts of a question
+LABEL_WORDS = 15
+KINDS = ("model", "rule", "model, shuffled")
+COUNTS = ("answers", "nonsense")
+SCORES = {  # the kinds of excerpts for which yes is right, and no
+    "detection": ("firing", "silent"),
+    "detection_near": ("firing", "near"),
+    "fuzzing": ("right", "wrong"),
+}
+
+LABEL_PROMPT = f"""\
+A language model has a feature that is active on some tokens and silent on all others. Below are excerpts of texts in \
+which it is active. Its active tokens stand between << and >>, and are listed after each excerpt with their strength, \
+at most 10.
+
+{{excerpts}}
+
+What do the active tokens have in common, or the words before them? Be as specific as the excerpts allow. Answer with \
+one line of at most {LABEL_WORDS} words, in the form
+LABEL: what the feature is active on"""
+
+DETECTION_PROMPT = """\
+A feature of a language model is active on: {label}
+
+Below are {count} excerpts of texts. Which of them have a token on which that feature is active?
+
+{excerpts}
+
+Answer with nothing but a JSON list of {count} numbers, one for each excerpt in order: 1 if the feature is active in \
+it, 0 if it is not."""
+
+FUZZING_PROMPT = """\
+A feature of a language model is active on: {label}
+
+Below are {count} excerpts of texts in which that feature is active. In some, the tokens between << and >> are those \
+on which it is active. In the others, they are tokens at random.
+
+{excerpts}
+
+Answer with nothing but a JSON list of {count} numbers, one for each excerpt in order: 1 if the marked tokens are \
+those on which the feature is active, 0 if they are not."""
+
+EXAMPLE_LABEL, EXAMPLE_ANSWER = "names of colours", "[1, 0, 0, 1, 0]"
+EXAMPLES = {  # an earlier turn of the chat, without which small models do not answer by a list
+    DETECTION_PROMPT: """\
+1. The car that he drove was blue.
+2. We had no time to go there.
+3. It rained all day in the north.
+4. a green door and a key
+5. She sang to him""",
+    FUZZING_PROMPT: """\
+1. The car that he drove was<< blue>>.
+2. A red<< house>> stood there.
+3. I<< like>> green.
+4. a<< green>> door and a key
+5. The<< sky>> is grey""",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Excerpts on each of which the judge says yes or no."""
+
+    chat: Chat
+    kinds: tuple[str, ...]  # of each excerpt, as in `SCORES`
+
+
+def label_prompt(shown: Sequence[Excerpt]) -> str:
+    largest = max(abs(code) for excerpt in shown for code in excerpt.codes)
+    parts = []
+    for number, excerpt in enumerate(shown, 1):
+        strengths = [
+            f"{json.dumps(token, ensure_ascii=False)} {max(1, round(10 * abs(code) / largest))}"
+            for token, code in zip(excerpt.tokens, excerpt.codes, strict=True)
+            if code
+        ]
+        text = marked(excerpt.tokens, excerpt.codes)
+        parts.append(f"{number}. {text}\nActive: {', '.join(strengths)}")
+    return LABEL_PROMPT.format(excerpts="\n".join(parts))
+
+
+def marked(tokens: Sequence[str], marks: Sequence[float]) -> str:
+    """The text in one line, with tokens between marks where `marks` is not 0."""
+    pairs = zip(tokens, marks, strict=True)
+    text = "".join(f"<<{token}>>" if mark else token for token, mark in pairs)
+    return text.replace("\n", "\\n").strip()
+
+
+def label_of(answer: str) -> str | None:
+    """The label in an answer, else its first line, cut after `LABEL_WORDS` words; None if it is empty."""
+    lines = re.findall(r"[^\n]*\w[^\n]*", _after_thoughts(answer))
+    named = [line for line in lines if "LABEL:" in line.upper()]
+    first = (named or lines or [""])[0]
+    words = re.sub("(?i).*label:", "", first).strip(" \t*\"'`").split()
+    cut = "..." if len(words) > LABEL_WORDS else ""
+    return " ".join(words[:LABEL_WORDS]) + cut or None
+
+
+def verdicts_of(answer: str, count: int) -> list[int] | None:
+    """The list of zeros and ones that an answer ends with; None if it has none, or none of that length."""
+    lists = re.findall(r"\[[\s\d,]*\]", _after_thoughts(answer))
+    verdicts = re.findall(r"\d+", lists[-1]) if lists else []
+    is_sound = len(verdicts) == count and set(verdicts) <= {"0", "1"}
+    return [int(verdict) for verdict in verdicts] if is_sound else None
+
+
+def _after_thoughts(answer: str) -> str:
+    return answer.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def detection(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Question]:
+    """Questions on all excerpts of held-out rows, shuffled."""
+    lines = [
+        (marked(excerpt.tokens, [0] * len(excerpt.tokens)), kind)
+        for kind in ("firing", "silent", "near")
+        for excerpt in getattr(excerpts, kind)
+    ]
+    order = np.random.default_rng([seed, excerpts.latent, 0]).permutation(len(lines))
+    return _questions(DETECTION_PROMPT, label, [lines[index] for index in order])
+
+
+def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Question]:
+    """Questions on the firing excerpts, of which a random half is marked wrongly.
+
+    Those in which most tokens are active are left out: there are not as many others to mark.
+    """
+    draw = np.random.default_rng([seed, excerpts.latent, 1])
+    active = [(excerpt.tokens, np.array(excerpt.codes) != 0) for excerpt in excerpts.firing]
+    usable = [(tokens, marks) for tokens, marks in active if 2 * marks.sum() <= len(marks)]
+    lines = []
+    for place, index in enumerate(draw.permutation(len(usable))):
+        tokens, marks = usable[index]
+        kind = SCORES["fuzzing"][place % 2]
+        if kind == "wrong":
+            others = draw.permutation(np.flatnonzero(~marks))[: marks.sum()]
+            marks = np.isin(np.arange(len(marks)), others)
+        lines.append((marked(tokens, marks.tolist()), kind))
+    return _questions(FUZZING_PROMPT, label, [lines[at] for at in draw.permutation(len(lines))])
+
+
+def _questions(prompt: str, label: str, lines: Sequence[tuple[str, str]]) -> list[Question]:
+    """Questions on texts with their kinds, nearly equally many in each."""
+    example = prompt.format(label=EXAMPLE_LABEL, count=BATCH, excerpts=EXAMPLES[prompt])
+    questions = []
+    for part in np.array_split(np.array(lines, object), -(-len(lines) // BATCH)) if lines else []:
+        texts = [f"{number}. {text}" for number, (text, _) in enumerate(part, 1)]
+        filled = prompt.format(label=label, count=len(part), excerpts="\n".join(texts))
+        chat = (example, EXAMPLE_ANSWER, filled)
+        questions.append(Question(chat, tuple(kind for _, kind in part)))
+    return questions
+
+
+def shuffled(labels: Mapping[int, str], seed: int = 0) -> dict[int, str]:
+    """Each latent with another one's label; empty for fewer than two."""
+    latents = np.random.default_rng(seed).permutation(list(labels)).tolist()
+    others = np.roll(latents, 1).tolist()
+    pairs = zip(latents, others, strict=True)
+    return {latent: labels[other] for latent, other in pairs if latent != other}
+
+
+def scored(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, Any]:
+    """Balanced accuracies, None where no answer counts; the number of answers, and of those that do not count."""
+    verdicts: list[tuple[str, int]] = []
+    nonsense = 0
+    for question, answer in zip(questions, answers, strict=True):
+        found = verdicts_of(answer, len(question.kinds))
+        if found is None:
+            nonsense += 1
+        else:
+            verdicts += zip(question.kinds, found, strict=True)
+    scores = {}
+    for name, (yes, no) in SCORES.items():
+        pairs = [(kind == yes, verdict) for kind, verdict in verdicts if kind in (yes, no)]
+        true, said = np.array(pairs, bool).reshape(-1, 2).T
+        scores[name] = balanced_accuracy(said, true)
+    return {"scores": scores, "answers": len(answers), "nonsense": nonsense}
+
+
+def judge(
+    excerpts: Sequence[LatentExcerpts], rules: Mapping[int, str], ask: Ask, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Label latents by a language model, which then judges these and the other labels.
+
+    Args:
+        excerpts: of each latent to label; without some to show, it gets no label.
+        rules: labels by rule, of some of the latents.
+        ask: returns the language model's answers. Latents whose answer is empty get no label either.
+
+    Returns a line for each latent and one of `KINDS`: `latent`, `labels`, the kind, the `label`, and as `scored`.
+    """
+    shown = [each for each in excerpts if each.shown]
+    replies = ask([(label_prompt(each.shown),) for each in shown])
+    found = {each.latent: label_of(reply) for each, reply in zip(shown, replies, strict=True)}
+    own = {latent: label for latent, label in found.items() if label is not None}
+    by_kind = dict(zip(KINDS, (own, rules, shuffled(own, seed)), strict=True))
+    asked = [
+        (
+            {"latent": each.latent, "labels": kind, "label": label},
+            [*detection(label, each, seed), *fuzzing(label, each, seed)],
+        )
+        for each in excerpts
+        for kind, labels in by_kind.items()
+        if (label := labels.get(each.latent)) is not None
+    ]
+    answers = iter(ask([question.chat for _, questions in asked for question in questions]))
+    return [
+        line | scored(questions, [next(answers) for _ in questions]) for line, questions in asked
+    ]
