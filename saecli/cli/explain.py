@@ -1,9 +1,11 @@
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .options import Data, Device, Json, Run, Target, start
+from ..measure.endpoint import Server
+from .options import Data, Device, Json, Run, Target, configured, start
 
 Latents = Annotated[
     list[int] | None,
@@ -38,8 +40,10 @@ Out = Annotated[
 ]
 
 
+@configured(Server)
 def command(
     ctx: typer.Context,
+    options: Mapping[str, Any],
     run: Run = None,
     data: Data = None,
     target: Target = None,
@@ -62,6 +66,12 @@ def command(
     Labels are added to labels.json in the run's folder, and shown by read, report, steer and sparsity, but for rules
     that are near chance. Labels given by hand or taken with --labels go before.
 
+    With --endpoint and --model-name a language model labels latents too, and judges all labels: told one, in which
+    excerpts does the latent fire (detection), and are the marked tokens those on which it does (fuzzing)? Beside the
+    model's labels and the rules' stand the model's, shuffled: the floor. The key is OPENAI_API_KEY, or for Hugging
+    Face's servers your token. Answers are kept in answers.jsonl, next to the labels: the same command again sends what
+    has no answer. See --dry-run first: a latent takes about 40 requests.
+
     Cost: encodes at most 131,072 training and 32,768 held-out rows; about 10 seconds for 2,304 latents.
 
     Example: sae explain first
@@ -70,5 +80,5 @@ def command(
     from ..show.measures import explanation_tables
 
     session = start(ctx)
-    document = session.call(explain, sae=run, latents=latent, count=latents)
+    document = session.call(explain, sae=run, latents=latent, count=latents, **options)
     session.console.print_result(document, *explanation_tables(document, top))

@@ -6,6 +6,12 @@ stability.py     latents matched between seeds: PW-MCC; nearest decoder vectors
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts
 controls.py      baselines: the training with one ingredient removed
+explain.py       labels of latents, with scores
+excerpts.py      texts on which latents fire, and others
+rules.py         labels by rules on tokens
+judge.py         labels and scores by a language model
+endpoint.py      the server that it is behind
+labels.py        the file of labels
 read.py          the latents that fire on a text
 refit.py         the exact decoder for given rows, as a run
 steer.py         text generated with latents changed

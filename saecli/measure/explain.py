@@ -1,7 +1,8 @@
 """Labels of an SAE's latents, with scores on held-out texts beside those of the same labels shuffled among latents."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
 from ..base.files import check_place
 from ..base.home import Home
+from ..base.options import demand_known, options_of
 from ..extract.language_model import load_tokenizer
 from ..extract.model_source import find_model
 from ..extract.options import COLUMNS
@@ -18,7 +20,10 @@ from ..extract.splice import spec_of
 from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import DENSE_FREQUENCY
-from .excerpts import SEED, Corpus, gather
+from .endpoint import ANSWERS, Endpoint, Server
+from .excerpts import SEED, Corpus, LatentExcerpts, excerpts_of, gather
+from .judge import COUNTS, KINDS, judge
+from .judge import SCORES as JUDGED
 from .labels import LABELS, Label, Labels, add_labels, others_labels, read_labels, shown
 from .measured import ChosenRows, Measured, RowsLike
 from .probes import mean_and_interval
@@ -40,8 +45,10 @@ def explain(
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Label an SAE's latents by rules on tokens, and score the labels. CLI equivalent: `sae explain`.
+    """Label an SAE's latents by rules on tokens, or a language model too, and score the labels. CLI equivalent: `sae
+    explain`.
 
     Args:
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
@@ -49,13 +56,18 @@ def explain(
         count: label only this number of them, drawn at random.
         labels: take those of others instead, from this file or folder of files; see `others_labels`.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
+        **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
+            `max_tokens`, `dry_run`; see `endpoint.Server`.
 
     Returns:
         The run, the store, and `labels`, the file. `latents`, each with its `frequency` on the rows read, the `label`
         that is shown, None without one, and by kind the label and `scores` in the file. `scores`, a line for the rules
         and one for the same rules shuffled among latents: for texts and tokens the mean balanced accuracy over
-        `latents`, and its 95% interval.
+        `latents`, and its 95% interval. With an endpoint: `plan`, see `Endpoint.planned`; `judged`, a line for each
+        latent and kind of label, see `judge`; and in `judged_scores` means over latents, as in `scores`.
     """
+    demand_known("explain", options, options_of(Server), "explain")
+    server = Server(**options)
     demand_at_least("count", count)
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)
@@ -66,9 +78,9 @@ def explain(
         raise ConfigError(f"--latent must be from 0 to {last}, got {latents}")
     path = _place(home, sae, subject, out)
     if labels is not None:
-        if data is not None or latents is not None or count is not None:
+        if any(given is not None for given in (data, latents, count, server.endpoint)):
             raise ConfigError(
-                "--labels takes all labels of a file; leave --data, --latent and --latents out"
+                "--labels takes all labels of a file; leave --data, --latent and --latents out, and --endpoint"
             )
         given = others_labels(Path(labels), d_sae)
         everything = add_labels(path, "given", given)
@@ -91,6 +103,15 @@ def explain(
         dense = firings[latent] > DENSE_FREQUENCY * rows
         found[latent] = Label(f"dense: {rule.label}" if dense else rule.label, scores[latent])
     everything = add_labels(path, "rule", found)
+    by_judge = {}
+    if server.endpoint is not None:
+        excerpts = [excerpts_of(corpus, latent, texts) for latent in corpus.near]
+        labels_by_rule = {latent: rule.label for latent, rule in found.items()}
+        endpoint = Endpoint(server, path.with_name(ANSWERS), listener)
+        by_judge = _judged(endpoint, excerpts, labels_by_rule)
+        by_model = [line for line in by_judge["judged"] if line["labels"] == "model"]
+        own = {line["latent"]: Label(line["label"], line["scores"]) for line in by_model}
+        everything = add_labels(path, "model", own)
     return {
         "run": subject.name,
         "data": run.rows.name,
@@ -99,6 +120,7 @@ def explain(
             _line(latent, float(firings[latent] / rows), everything) for latent in corpus.near
         ],
         "scores": [_means("rule", scores), _means("rule, shuffled", shuffled)],
+        **by_judge,
     }
 
 
@@ -116,6 +138,26 @@ def _scores(
             if other != latent:
                 shuffled[latent] = score(rules[other], corpus, latent, spans)
     return scores, shuffled
+
+
+def _judged(
+    endpoint: Endpoint, excerpts: Sequence[LatentExcerpts], rules: Mapping[int, str]
+) -> dict[str, Any]:
+    """What `explain` returns of the labels and scores by a language model."""
+    work = partial(judge, excerpts, rules)
+    plan = endpoint.planned(work)
+    endpoint.listener.note(
+        "{requests:,} requests, {kept:,} of them answered already; the others: about {tokens_read:,} tokens to read, "
+        "at most {tokens_written:,} to write".format(**plan)
+    )
+    judged = [] if endpoint.server.dry_run else work(endpoint.ask)
+    means = []
+    for kind in KINDS if judged else ():
+        lines = [line for line in judged if line["labels"] == kind]
+        counts = {name: sum(line[name] for line in lines) for name in COUNTS}
+        scores = {line["latent"]: line["scores"] for line in lines}
+        means.append(_means(kind, scores, JUDGED) | counts)
+    return {"plan": plan, "judged": judged, "judged_scores": means}
 
 
 def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -> Path:
@@ -156,10 +198,12 @@ def _line(latent: int, frequency: float | None, labels: Labels) -> dict[str, Any
     return {"latent": latent, "frequency": frequency, "label": shown(of_latent), **kinds}
 
 
-def _means(name: str, scores: Mapping[int, Scores]) -> dict[str, Any]:
+def _means(
+    name: str, scores: Mapping[int, Scores], measures: Iterable[str] = SCORES
+) -> dict[str, Any]:
     """The mean scores over latents that have them, with intervals."""
     line: dict[str, Any] = {"labels": name, "latents": len(scores)}
-    for measure in SCORES:
+    for measure in measures:
         values = [each[measure] for each in scores.values() if each[measure] is not None]
         interval = mean_and_interval(np.array(values, float)) if values else (None, None, None)
         line |= dict(zip((measure, f"{measure}_low", f"{measure}_high"), interval, strict=True))

@@ -5,7 +5,7 @@
             "model": {"label": "what a function returns", "scores": {"detection": 0.9}}}}
 
 A latent has a label by hand, a text, or labels by kind, in the order in which one is shown: given, by hand or by
-others; by a language model; or a rule's, if its balanced accuracy on tokens is above `LEAST_SHOWN`.
+others; by a language model; or a rule's; the latter two if a balanced accuracy is high enough (`SHOWN_ABOVE`).
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from ..base.files import regular, to_json, write_json
 
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
+SHOWN_ABOVE = {"model": ("detection", 0.6), "rule": ("tokens", LEAST_SHOWN)}
 Kind = Literal["given", "model", "rule"]
 OURS = {"index": "latent", "description": "label"}  # by Neuronpedia's names
 
@@ -55,9 +56,11 @@ def shown(labels: Mapping[Kind, Label]) -> str | None:
     """The label that is shown of a latent."""
     for kind in get_args(Kind):
         label = labels.get(kind)
-        if label is not None and (
-            kind != "rule" or (label.scores.get("tokens") or 0) > LEAST_SHOWN
-        ):
+        if label is None:
+            continue
+        measure, least = SHOWN_ABOVE.get(kind, ("", 0.0))
+        score = label.scores.get(measure, 1.0)
+        if score is not None and score > least:
             return label.label
     return None
 

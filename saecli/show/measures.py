@@ -304,6 +304,8 @@ def probe_of(
 
 def _with_interval(line: Mapping[str, Any], name: str) -> str:
     """A measure with half its interval's width: 0.712 ± 0.031."""
+    if line[name] is None:
+        return "-"
     half = "" if line[f"{name}_high"] is None else f" ± {line[f'{name}_high'] - line[name]:.3f}"
     return f"{line[name]:.3f}{half}"
 
@@ -388,9 +390,35 @@ def explanation_tables(document: Mapping[str, Any], top: int) -> list[Renderable
     )
     shown = [table(title, ["latent", "label", "fires on", *measures], rows), note]
     if means:
+        shown.append(_means_table("mean over latents", means, measures))
+    if document.get("judged"):
+        chosen = {line["latent"] for line in latents[:top]}
         rows = [
-            [line["labels"], line["latents"], *(_with_interval(line, name) for name in measures)]
-            for line in means
+            [str(line["latent"]), line["labels"], line["label"], *line["scores"].values()]
+            for line in document["judged"]
+            if line["latent"] in chosen
         ]
-        shown.append(table("mean over latents", ["labels", "latents", *measures], rows))
+        measures = [*document["judged"][0]["scores"]]
+        title = "balanced accuracies of a language model that is told the label"
+        shown += [
+            table(title, ["latent", "labels", "label", *measures], rows),
+            _means_table("mean over latents", document["judged_scores"], measures),
+        ]
     return shown
+
+
+def _means_table(
+    title: str, means: Sequence[Mapping[str, Any]], measures: Sequence[str]
+) -> RenderableType:
+    """Mean scores of kinds of labels; of a judge, the answers that do not count too."""
+    rows = [
+        [
+            line["labels"],
+            line["latents"],
+            *(_with_interval(line, name) for name in measures),
+            *([f"{line['nonsense']:,} of {line['answers']:,}"] if "answers" in line else []),
+        ]
+        for line in means
+    ]
+    heads = ["labels", "latents", *measures, "no verdicts"]
+    return table(title, heads[: len(rows[0])], rows)

@@ -73,7 +73,7 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("sae e", ["extract", "eval", "export"]),
+        ("sae e", ["extract", "eval", "explain", "export"]),
         pytest.param("sae eval ", ["first"], marks=pytest.mark.slow),
     ],
 )
