@@ -125,6 +125,14 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
+def layers_in_words(layers: Iterable[int]) -> str:
+    """As in "layer 3", "layers 0, 1, 7" and "layers 4 to 29"."""
+    numbers = sorted(layers)
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"layers {numbers[0]} to {numbers[-1]}"
+    return f"layer{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+
+
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
     count = min(count, 1e300)  # a damaged file may claim more than a float holds

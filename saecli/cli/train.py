@@ -70,13 +70,15 @@ Each = Annotated[
     bool,
     typer.Option(
         "--each",
-        help="Train one SAE for each store of --data, one after the other; rerun it to resume.",
+        help="Train one SAE for each store of --data, or with --target one transcoder for each layer, one after the "
+        "other; rerun it to resume.",
     ),
 ]
 Target = Annotated[
     str | None,
     typer.Option(
-        help="Store of the same tokens to predict from --data, for a transcoder.",
+        help="Store of the same tokens to predict from --data, for a transcoder; with --each a pattern, such as "
+        "'mlp-*-mlp_out', of one store for each layer.",
         show_default="--data itself",
         autocompletion=store_names,
     ),
@@ -180,6 +182,8 @@ def command(
     trained together from one reading of the rows, each with the same result as alone.
 
     --data 'mlp-*' --each trains one SAE for each store with such a name, in one table; if one fails, the others go on.
+    With --target 'out-*' each predicts the store of its layer: a set of transcoders, which `sae export` puts into one
+    folder.
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
@@ -234,9 +238,9 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
     stem = f"{solver}-{act}"
     of_rows = {option.name for option in FROM_MODEL}  # which the stores' options repeat
     groups = []
-    for data in _stores_of_each(session):
+    for data, target in _stores_of_each(session):
         begun = start_sae is not None
-        source, rows_of = _rows(session, options[0].values, data, claims, begun)
+        source, rows_of = _rows(session, options[0].values, (data, target), claims, begun)
         prefix = f"{name or stem}-{Path(data[0]).name}" if each else name
         new_runs = []
         names = names_of(prefix, [option.varied for option in options])
@@ -294,28 +298,33 @@ def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
             session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
 
 
-def _stores_of_each(session: Session) -> list[list[str]]:
-    """The names of stores, a list for each training."""
-    data = session.options["data"] or []
+def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
+    """The names of a training's stores, and of its target, for each training."""
+    from ..store.opening import paired
+
+    data, target = session.options["data"] or [], session.options["target"]
     if not session.options["each"] or session.options["model"]:
-        return [data]
-    if session.options["target"] or not data:
+        return [(data, target)]
+    if not data:
         raise ConfigError(
-            "--each trains on one store at a time: expected --data 'mlp-*' or the like and no --target, "
-            f"got {'--target' if data else 'no --data'}; name the stores by --data"
+            "--each needs the names of stores: expected --data 'mlp-*' or the like, got none; name them"
         )
-    return [[name] for name in session.home.stores.matching(data)]
+    names = session.home.stores.matching(data)
+    if target is None:
+        return [([name], None) for name in names]
+    targets = session.home.stores.matching([target])
+    return [([own], its_target) for own, its_target in paired(session.home, names, targets)]
 
 
 def _rows(
     session: Session,
     options: Mapping[str, Any],
-    data: Sequence[str],
+    names: tuple[Sequence[str], str | None],
     claims: ExitStack,
     begun: bool,
 ) -> tuple[Joined | Streamed, RowsOf]:
-    """Stores, or a model, stopped when `claims` closes, and the parts of their rows; `begun` if training begins from an
-    SAE."""
+    """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
+    rows; `begun` if training begins from an SAE."""
     from ..store.opening import note_massive_rows, open_joined
     from ..train.plan import parts_of
 
@@ -338,9 +347,7 @@ def _rows(
         raise ConfigError(
             f"{flag_of(min(idle))} does nothing without --model; name a model, or leave it out"
         )
-    stores = processes.main_first(
-        lambda: open_joined(session.home, data, session.options["target"], session.console)
-    )
+    stores = processes.main_first(lambda: open_joined(session.home, *names, session.console))
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
         if processes.is_main:

@@ -13,7 +13,15 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.documents import RunDocument, read_run
-from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
+from ..base.errors import (
+    ConfigError,
+    PeerError,
+    SaeError,
+    StoreError,
+    counted,
+    did_you_mean,
+    layers_in_words,
+)
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
@@ -157,6 +165,36 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     for store in joined.all:
         note_massive_rows(store, listener)
     return joined
+
+
+def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str]]:
+    """The names of input stores, each with that of the target of its layer, in order of layers; ConfigError unless both
+    have the same layers, each once."""
+    by_layer: list[dict[int, str]] = []
+    for option, names in (("--data", data), ("--target", targets)):
+        layers: dict[int, str] = {}
+        for name in names:
+            layer = find_store(home, name).meta.source.get("layer")
+            if not isinstance(layer, int):
+                raise ConfigError(
+                    f"{option} names {name}, which records no layer: expected stores that `sae extract` made; pair "
+                    "it alone, without --each"
+                )
+            if layer in layers:
+                raise ConfigError(
+                    f"{option} names two stores of layer {layer}, {layers[layer]} and {name}: expected one for each "
+                    "layer; narrow the pattern"
+                )
+            layers[layer] = name
+        by_layer.append(layers)
+    inputs, outputs = by_layer
+    for option, own, other in (("--data", inputs, outputs), ("--target", outputs, inputs)):
+        if missing := other.keys() - own.keys():
+            raise ConfigError(
+                f"{option} lacks {layers_in_words(missing)}: expected stores of the same layers by --data and "
+                "--target, for one transcoder each; name both for all, or for fewer layers"
+            )
+    return [(inputs[layer], outputs[layer]) for layer in sorted(inputs)]
 
 
 def note_massive_rows(store: ActivationStore, listener: Listener) -> None:

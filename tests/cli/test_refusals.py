@@ -17,7 +17,7 @@ WRONG = [
     ("train --site mlp_in --site mlp_out", "--site is given twice"),
     ("train --act reul", "did you mean relu?"),
     ("train --each", "--data"),
-    ("train --each --data rows --target rows", "--each"),
+    ("train --each --data rows --target rows", "records no layer"),
     ("train --each --resume", "--each"),
     ("train --config nowhere.toml", "LAST"),
     ("train --config folder.png", "LAST"),
