@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Data, Json, Out, Run, Target, start
+from .options import Data, Json, Out, Runs, Target, start
 
 
 def formats() -> list[str]:
@@ -27,23 +27,32 @@ def command(
     ctx: typer.Context,
     to: To,
     out: Out,
-    run: Run = None,
+    runs: Runs = None,
     data: Data = None,
     target: Target = None,
     json: Json = False,
 ) -> None:
-    """Write a run in another library's format.
+    """Write a run, or a set of transcoders, in another library's format.
 
     Refuses an SAE that the library cannot express. TopK of these libraries applies a ReLU to the k largest
     pre-activations, while topk here keeps their signs: such a run is written as their TopK, and the difference is
-    measured on held-out rows of --data. For circuit-tracer, export one run per layer and put all files into one folder.
+    measured on held-out rows of --data.
+
+    With --to circuit-tracer several runs, one transcoder for each layer of the model, make one folder, which
+    circuit-tracer opens: sae export 't-*' --to circuit-tracer --out set
 
     Example: sae export first --to saelens --out exported
     """
     from ..measure.export import export
 
     session = start(ctx, new=out)
-    document = session.call(export, sae=run)
-    session.console.print_result(
-        document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}"
-    )
+    names = runs or []
+    chosen = names if len(names) > 1 else next(iter(names), None)
+    document = session.call(export, sae=chosen)
+    files, written = document["files"], document.get("run")
+    if written is None:  # a set
+        written, files = (
+            f"{len(names)} transcoders",
+            ["config.yaml", f"{len(names)} layer_*.safetensors"],
+        )
+    session.console.print_result(document, f"wrote {written} to {out} for {to}: {', '.join(files)}")

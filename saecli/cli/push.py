@@ -8,7 +8,9 @@ from .options import Data, Device, Json, Revision, SplicedModel, Target, Tokens,
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="Run name, or folder that holds an SAE.", autocompletion=run_names
+        metavar="RUN",
+        help="Run name, folder that holds an SAE, or a pattern such as 't-*' of a set of transcoders, one per layer.",
+        autocompletion=run_names,
     ),
 ]
 Repo = Annotated[
@@ -31,7 +33,8 @@ Form = Annotated[
         "--format",
         metavar="auto|FORMAT",
         autocompletion=lambda: ["auto", "native", *formats()],
-        help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else native.",
+        help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else native; "
+        "circuit-tracer for a set.",
     ),
 ]
 
@@ -61,10 +64,12 @@ def command(
     from ..measure.export import push
 
     session = start(ctx)
-    document = session.call(push, sae=run, format=form)
+    names = session.home.runs.matching([run])
+    document = session.call(push, sae=names if len(names) > 1 else names[0], format=form)
+    pushed = document.get("run", f"{len(names)} transcoders")
     session.console.print_result(
         document,
-        f"pushed {document['run']} to {document['repo']}/{document['folder']} as "
+        f"pushed {pushed} to {document['repo']}/{document['folder']} as "
         f"{document['format']}: {', '.join(document['files'])}",
         document["url"],
     )

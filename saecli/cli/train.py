@@ -325,7 +325,7 @@ def _rows(
 ) -> tuple[Joined | Streamed, RowsOf]:
     """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
     rows; `begun` if training begins from an SAE."""
-    from ..store.opening import note_massive_rows, open_joined
+    from ..store.opening import open_joined
     from ..train.plan import parts_of
 
     processes = communicator()
@@ -350,8 +350,6 @@ def _rows(
     stores = processes.main_first(lambda: open_joined(session.home, *names, session.console))
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
-        if processes.is_main:
-            note_massive_rows(store, session.console)
     return stores, lambda training, activation: parts_of(training, stores, begun, activation)
 
 

@@ -3,8 +3,9 @@
 Where a library lacks the activation, a stand-in is written and the difference measured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -54,18 +55,16 @@ CARD = """---
 
 # {address}
 
-A sparse autoencoder, measured by `sae eval` on held-out rows.
+{what}, measured by `sae eval` on held-out rows.
 
-| | |
-|---|---|
 {table}
 
 fvu: `E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)`; ce_recovered: `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`;
 kl: nats per token.
 {remark}
 ```
-sae eval {address} {stores}
-saecli.load_sae("{address}")
+sae eval {at} {stores}
+saecli.load_sae("{at}")
 {library}
 ```
 
@@ -171,7 +170,7 @@ def _deviation(measured: Measured, substitute: SAE, listener: Listener) -> dict[
 
 
 def export(
-    sae: SAELike,
+    sae: SAELike | Sequence[SAELike],
     to: str,
     out: str | Path,
     data: RowsLike = None,
@@ -186,46 +185,77 @@ def export(
     rows; `save_sae` refuses instead.
 
     Args:
-        sae, home, progress: as in `evaluate`.
+        sae, home, progress: as in `evaluate`; or several transcoders, one for each layer, for circuit-tracer.
         to: saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2, circuit-tracer or native; also with _
             for -.
         out: folder to write, new or empty; it appears whole or not at all.
         data, target: rows to measure the difference on, as in `evaluate`.
 
     Returns:
-        The document that `sae export --json` prints; its `deviation` is the difference measured, None without one.
+        The document that `sae export --json` prints; its `deviation` is the difference measured, None without one. Of
+        several SAEs `runs` has the entries of each.
     """
     to = formats.named(to)
     if to not in WRITABLE:
         raise unknown_choice("to", to, WRITABLE)
     home, listener, out = Home.at(home), listening(progress), Path(out)
-    subject, saved = open_sae(home, sae, listener)
+    several = _listed(sae)
+    demand_takes_sets(to, len(several))
     chosen_rows = ChosenRows(home, data, "test", "auto", listener, target)
-    conversion = converted(saved, to, lambda: chosen_rows.with_opened(subject, saved), listener)
-    for option, value in (("data", data), ("target", target)):
-        if conversion.deviation is None and value is not None:
-            raise ConfigError(
-                f"--{option} does nothing here: {to} expresses {saved.sae.activation.name} exactly; "
-                "leave it out"
+    entries: list[dict[str, Any]] = []
+
+    def written() -> Iterator[SavedSAE]:
+        for one in several:  # opened one at a time, since a set may be larger than memory
+            subject, saved = open_sae(home, one, listener)
+            conversion = converted(
+                saved, to, partial(chosen_rows.with_opened, subject, saved), listener
             )
-    written = unsettled(conversion.written) if to == "saelens" else conversion.written
-    formats.save(written, to, out)
-    for remark in written.remarks:
-        listener.note(f"{subject.name} {remark}")
-    conversion.note_losses(subject.name, listener)
-    return {
-        "run": subject.name,
-        "format": to,
-        "path": str(out),
-        "activation": saved.sae.activation.name,
-        "written_as": conversion.written.sae.activation.name,
-        "deviation": conversion.deviation,
-        "files": sorted(path.name for path in out.iterdir()),
-    }
+            for option, value in (("data", data), ("target", target)):
+                if conversion.deviation is None and value is not None:
+                    raise ConfigError(
+                        f"--{option} does nothing here: {to} expresses {saved.sae.activation.name} "
+                        "exactly; leave it out"
+                    )
+            ready = unsettled(conversion.written) if to == "saelens" else conversion.written
+            yield ready
+            for remark in ready.remarks:
+                listener.note(f"{subject.name} {remark}")
+            conversion.note_losses(subject.name, listener)
+            entries.append(
+                {
+                    "run": subject.name,
+                    "activation": saved.sae.activation.name,
+                    "written_as": conversion.written.sae.activation.name,
+                    "deviation": conversion.deviation,
+                }
+            )
+
+    formats.save_all(written(), to, out)
+    note_unread(to, [entry["written_as"] for entry in entries], listener)
+    files = sorted(path.name for path in out.iterdir())
+    document = {"format": to, "path": str(out), "files": files}
+    return document | (entries[0] if len(entries) == 1 else {"runs": entries})
+
+
+def note_unread(to: str, activations: Collection[str], listener: Listener) -> None:
+    """Say which version of circuit-tracer reads a topk; `activations` as they are written."""
+    if to == "circuit-tracer" and "topk" in activations:
+        listener.note(
+            "circuit-tracer 0.5.0 does not read `activation: topk` of config.yaml, and takes it for relu: install a "
+            "later one from its repository, or train with --act batchtopk, which 0.5.0 reads exactly"
+        )
+
+
+def demand_takes_sets(to: str, count: int) -> None:
+    if count > 1 and not (to in FORMATS and FORMATS[to].takes_sets):
+        raise ConfigError(
+            f"{to} has one SAE in a folder, got {count}: expected circuit-tracer for a set of transcoders, one for "
+            "each layer; name one run, or --to circuit-tracer"
+        )
 
 
 def push(
-    sae: SAELike,
+    sae: SAELike | Sequence[SAELike],
     repo: str,
     data: RowsLike = None,
     *,
@@ -245,50 +275,74 @@ def push(
     `sae push --json` prints. Its folder gets a model card, and so does a repository that has none.
 
     Args:
+        sae: an SAE, or several transcoders, one for each layer, for circuit-tracer.
         repo: `user/repo`, created if missing, or `user/repo/folder`; the default folder has the run's name.
         private: create the repository as private; an existing public one is refused.
-        format: auto: saelens if it gives the same codes on all held-out rows, else native.
+        format: auto: of one SAE saelens if it gives the same codes on all held-out rows, else native; of several
+            circuit-tracer.
     """
+    several = _listed(sae)
+    if len(several) > 1 and format == "auto":
+        format = "circuit-tracer"
     choices = ("auto", *WRITABLE)
     if formats.named(format) not in choices:
         raise unknown_choice("format", format, choices)
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
-    address = _folder_address(repo, sae)
+    demand_takes_sets(formats.named(format), len(several))
+    address = _folder_address(repo, several)
     listener = listening(progress)
-    measured_sae = ChosenRows(Home.at(home), data, "test", device, listener, target).with_sae(sae)
+    chosen_rows = ChosenRows(Home.at(home), data, "test", device, listener, target)
+    measured_saes = [chosen_rows.with_sae(one) for one in several]
     demand_writable(address, private)
-    conversion = _conversion(measured_sae, formats.named(format), listener)
-    name = measured_sae.subject.name
-    written = replace(measured_sae, saved=conversion.written)
-    (measures,) = evaluate_all([written], models, tokens, listener)
-    conversion.note_losses(name, listener)
-    card = _card(address, conversion, measured_sae, measures)
+    conversions = [_conversion(each, formats.named(format), listener) for each in measured_saes]
+    pairs = [*zip(measured_saes, conversions, strict=True)]
+    written = [replace(each, saved=conversion.written) for each, conversion in pairs]
+    measures = evaluate_all(written, models, tokens, listener)
+    for each, conversion in pairs:
+        conversion.note_losses(each.subject.name, listener)
+    to = conversions[0].format
+    note_unread(
+        to, [conversion.written.sae.activation.name for conversion in conversions], listener
+    )
+    card = _card(address, conversions, measured_saes, measures)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, address.folder)
-        formats.save(conversion.written, conversion.format, folder)
+        formats.save_all((conversion.written for conversion in conversions), to, folder)
         files = sorted(path.name for path in folder.iterdir())
         card.save(folder / "README.md")
         card.save(Path(scratch, "README.md"))
         url = upload(Path(scratch), address, private)
+    entries = [
+        {
+            "run": each.subject.name,
+            "written_as": conversion.written.sae.activation.name,
+            "deviation": conversion.deviation,
+            "measures": measured,
+        }
+        for (each, conversion), measured in zip(pairs, measures, strict=True)
+    ]
     return {
-        "run": name,
         "repo": address.repo,
         "folder": address.folder,
-        "format": conversion.format,
-        "written_as": conversion.written.sae.activation.name,
-        "deviation": conversion.deviation,
+        "format": to,
         "files": files,
         "card": f"{address.folder}/README.md",
         "url": url,
-        "measures": measures,
+        **(entries[0] if len(entries) == 1 else {"runs": entries}),
     }
 
 
-def _folder_address(repo: str, sae: SAELike) -> Address:
-    """The folder in a repository that an SAE is pushed to."""
-    name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
-    address = Address.parse(repo)
+def _listed(sae: SAELike | Sequence[SAELike]) -> list[SAELike]:
+    return [*sae] if isinstance(sae, Sequence) and not isinstance(sae, str) else [sae]
+
+
+def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
+    """The folder in a repository that an SAE, or a set, is pushed to."""
+    address, name = Address.parse(repo), "set"
+    if len(saes) == 1:
+        (sae,) = saes
+        name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
     if address is not None and not address.folder:
         address = Address.parse(f"{repo.rstrip('/')}/{name}")
     if address is None or address.revision is not None:
@@ -325,11 +379,15 @@ def _conversion(measured: Measured, to: str, listener: Listener) -> Conversion:
 
 
 def _card(
-    address: Address, conversion: Conversion, measured: Measured, measures: dict[str, Any]
+    address: Address,
+    conversions: Sequence[Conversion],
+    measured_saes: Sequence[Measured],
+    measures: Sequence[dict[str, Any]],
 ) -> "ModelCard":
-    """The figures of an SAE, and how to load it."""
+    """The figures of an SAE, or of a set side by side, and how to load it."""
     from huggingface_hub import ModelCard, ModelCardData  # takes long to import
 
+    measured, conversion = measured_saes[0], conversions[0]
     source = measured.store.meta.source
     model = measured.saved.origin.get("model", "")
     library = LIBRARIES.get(conversion.format)
@@ -339,22 +397,43 @@ def _card(
         datasets=[source["dataset"]] if "dataset_revision" in source else None,
         tags=["sparse-autoencoder", "mechanistic-interpretability", "saecli"],
     )
+    figures = [
+        _figures(one, each, of_one)
+        for one, each, of_one in zip(conversions, measured_saes, measures, strict=True)
+    ]
+    rows = [[name, *(own[name] for own in figures)] for name in figures[0]]
+    of_set = len(figures) > 1
+    if of_set:  # a row for each layer
+        rows = [[*row] for row in zip(*rows, strict=True)]
+    heading = rows.pop(0) if of_set else ["", ""]
+    lines = [heading, ["---"] * len(heading), *rows]
+    remarks = [one.remark for one in conversions if one.remark is not None]
+    at = f"{address}/layer_0.safetensors" if of_set else str(address)
+    text = CARD.format(
+        metadata=metadata.to_yaml(),
+        address=address,
+        at=at,
+        what=f"{len(figures)} transcoders, one for each layer"
+        if of_set
+        else "A sparse autoencoder",
+        table="\n".join(f"| {' | '.join(line)} |" for line in lines),
+        remark="".join(f"\n{remark}.\n" for remark in remarks),
+        stores="--data STORE --target STORE" if measured.saved.is_transcoder else "--data STORE",
+        library="" if library is None else library.format(address),
+    )
+    return ModelCard(text)
+
+
+def _figures(
+    conversion: Conversion, measured: Measured, measures: dict[str, Any]
+) -> dict[str, str]:
     saved = conversion.written
     points, target = hook_points(saved.origin)
     places = [saved.origin.get("model"), in_words(points, target) if points else None]
-    figures = {
+    return {
         "activations": ", ".join(place for place in places if place) or measured.store.name,
         "activation": f"{saved.sae.activation.name} {saved.sae.k or ''}".strip(),
         "d_in": number(saved.sae.d_in),
         "d_sae": number(saved.sae.d_sae),
         **{name: number(measures.get(name)) for name in MEASURES},
     }
-    text = CARD.format(
-        metadata=metadata.to_yaml(),
-        address=address,
-        table="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
-        remark="" if conversion.remark is None else f"\n{conversion.remark}.\n",
-        stores="--data STORE --target STORE" if measured.saved.is_transcoder else "--data STORE",
-        library="" if library is None else library.format(address),
-    )
-    return ModelCard(text)

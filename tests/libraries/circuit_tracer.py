@@ -2,9 +2,10 @@
 
     python circuit_tracer.py FOLDER
 
-FOLDER/ours/CASE holds transcoders of layer 0 that saecli wrote, which circuit-tracer reads as it reads its own cache;
-each prediction from FOLDER/rows.npy goes to FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives transcoders that
-circuit-tracer makes, with their predictions beside them.
+FOLDER/ours/CASE holds transcoders that saecli wrote, which circuit-tracer reads as it reads its own cache; the
+predictions of layer 0 from FOLDER/rows.npy, and all codes, go to FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives
+transcoders that circuit-tracer makes, with their predictions beside them. Its own TopK is put in where config.yaml has
+`activation: topk`, which 0.5.0 does not read.
 """
 
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import yaml
 from circuit_tracer.transcoder import SingleLayerTranscoder, TranscoderSet
-from circuit_tracer.transcoder.activation_functions import JumpReLU
+from circuit_tracer.transcoder.activation_functions import JumpReLU, TopK
 from circuit_tracer.utils.caching import load_transcoders_from_cache
 
 D, F = 24, 60
@@ -31,8 +32,12 @@ def record(folder: Path, rows: torch.Tensor) -> None:
         "mlp.hook_in",
         "hook_mlp_out",
     )
-    codes = transcoders[0].encode(rows)
-    np.savez(folder.with_suffix(".npz"), codes=codes.numpy(), x_hat=transcoders[0](rows).numpy())
+    for transcoder in transcoders:
+        if config.get("activation") == "topk":
+            transcoder.activation_function = TopK(config["k"])
+    codes = transcoders.encode(rows.expand(len(transcoders), -1, -1)).numpy()
+    x_hat = transcoders[0](rows).numpy()
+    np.savez(folder.with_suffix(".npz"), codes=codes[0], codes_of_all=codes, x_hat=x_hat)
 
 
 @torch.no_grad()

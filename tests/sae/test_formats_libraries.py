@@ -4,6 +4,7 @@ python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
 SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ import torch
 from homes import CommandLine
 from launching import captured, python_with
 from model_hub import WRITER, serving
+from tiny_models import LAYERS, WIDTH, save_model
+from transformers import LlamaForCausalLM
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save
+from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save, save_all
 
 pytestmark = pytest.mark.slow
 LIBRARIES = {  # which library reads a format
@@ -84,6 +87,8 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
         save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
+    if request.param == "circuit-tracer":
+        save_all(the_set("gpt2", D), request.param, folder / "ours" / "set")
     script = {
         "saelens": ["saelens.py", "formats"],
         "gemma-scope": ["saelens.py", "gemma_scope"],
@@ -91,6 +96,18 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     done = captured([python, *script, folder], cwd=SCRIPTS)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
+
+
+def the_set(model: str, width: int) -> list[SavedSAE]:
+    """A transcoder for each layer, with a skip."""
+    saves = []
+    for layer in range(LAYERS):
+        generator = torch.Generator().manual_seed(layer)
+        shapes = ((width, F), (F,), (F, width), (width,), (width, width))
+        *tensors, skip = (torch.randn(shape, generator=generator) for shape in shapes)
+        sae = SAE(*tensors, JumpRelu(), {"threshold": torch.full((F,), 1.0)}, W_skip=skip)
+        saves.append(SavedSAE(sae, MLP | {"model": model, "layer": layer, "target_layer": layer}))
+    return saves
 
 
 def assert_agree(x_hat: torch.Tensor, theirs: np.ndarray) -> None:
@@ -102,6 +119,43 @@ def test_the_library_reconstructs_alike_from_what_is_written_here(exchange: Exch
     for name, sae in exchange.ours.items():
         with np.load(exchange.folder / "ours" / f"{name}.npz") as theirs:
             assert_agree(sae(exchange.rows), theirs["x_hat"])
+
+
+def test_circuit_tracer_opens_a_set_with_the_codes_of_each_layer(exchange: Exchange) -> None:
+    if exchange.library != "circuit-tracer":
+        pytest.skip("others have no sets")
+    with np.load(exchange.folder / "ours" / "set.npz") as theirs:
+        codes = theirs["codes_of_all"]
+    for own, layer in zip(codes, the_set("gpt2", D), strict=True):
+        np.testing.assert_allclose(own, layer.sae.encode(exchange.rows).numpy(), atol=1e-4)
+
+
+@pytest.mark.long
+def test_circuit_tracer_attributes_a_prompt_to_the_latents_of_a_set(tmp_path: Path) -> None:
+    python, prompt = python_with("circuit-tracer"), "abcdefg"
+    model = save_model(tmp_path / "model", "llama")
+    config = (
+        model / "tokenizer_config.json"
+    )  # transformers 4, which circuit-tracer needs, has no such class
+    config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    saves = the_set(str(model), WIDTH)
+    save_all(saves, "circuit-tracer", tmp_path / "set")
+    words = [python, SCRIPTS / "attribution.py", tmp_path, model, prompt]
+    done = captured(words, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "graph.npz") as arrays:
+        graph = dict(arrays)
+    llama, x = LlamaForCausalLM.from_pretrained(model), []
+    for block in llama.model.layers:
+        block.mlp.register_forward_pre_hook(lambda module, args: x.append(args[0][0].detach()))
+    llama(input_ids=torch.from_numpy(graph["tokens"])[None])
+    codes = torch.stack([saved.sae.encode(rows) for saved, rows in zip(saves, x, strict=True)])
+    codes[:, 0] = 0  # as circuit-tracer does, at BOS
+    torch.testing.assert_close(torch.from_numpy(graph["codes"]), codes, atol=1e-4, rtol=1e-4)
+    layer, position, latent = graph["features"].T
+    assert len(layer) == int((codes != 0).sum()) > 100
+    np.testing.assert_allclose(graph["activations"], codes[layer, position, latent], atol=1e-4)
+    assert np.isfinite(graph["edges"]).all() and graph["edges"].any(1).sum() > len(layer) / 2
 
 
 def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> None:

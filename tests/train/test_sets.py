@@ -1,4 +1,4 @@
-"""Sets of transcoders, one for each layer: trained by one command."""
+"""Sets of transcoders, one for each layer: trained, exported, pushed, each by one command."""
 
 import json
 import shutil
@@ -6,10 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, assert_same_weights, make_store, some_rows
-from tiny_models import LAYERS, save_model
+import torch
+import yaml
+from homes import CommandLine, assert_same_weights, make_run, make_store, some_rows, weights
+from model_hub import ModelHub
+from safetensors.torch import load_file
+from tiny_models import LAYERS, WIDTH, save_model
 
 import saecli
+from saecli.sae.activations import Activation, Relu, TopK
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save_native
 
 LENGTH = 15
 TRAIN = "train --each --solver sgd --act batchtopk --k 4 --d-sae 32 --steps 30 --batch-size 64"
@@ -76,3 +83,116 @@ def test_stores_that_are_no_pairs_are_refused_in_a_sentence(
     done = sae(TRAIN, "--data", data, "--target", target)
     assert done.status in (1, 2) and sentence in done.err, done.err
     assert not (home / "runs").exists() or not [*(home / "runs").glob("[!.]*")]
+
+
+def make_set(home: Path, model: str, activation: Activation, **changes: dict[int, dict]) -> None:
+    """Runs `r-0`, `r-1`, ... of random transcoders; `changes` by layer: `layers` of origins, `d_sae`, `skip`, `act`."""
+    for layer in range(LAYERS):
+        generator = torch.Generator().manual_seed(layer)
+        width = changes.get("d_sae", {}).get(layer, 20)
+        shapes = ((WIDTH, width), (width,), (width, WIDTH), (WIDTH,))
+        tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+        parameters = {name: start + 1 for name, start in activation.parameters(width).items()}
+        skip = torch.ones(WIDTH, WIDTH) if layer in changes.get("skip", {}) else None
+        act = changes.get("act", {}).get(layer, activation)
+        sae = SAE(*tensors, act, parameters, W_skip=skip)
+        origin = {"model": model, "layer": layer, "site": "mlp_in"}
+        origin |= {"target_layer": layer, "target_site": "mlp_out"}
+        folder = make_run(home, f"r-{layer}", sae, data="m-l0-mlp_in")
+        save_native(SavedSAE(sae, origin | changes.get("layers", {}).get(layer, {})), folder)
+
+
+def test_a_set_is_one_folder_of_all_layers_that_reads_as_the_runs(sae, home, model, tmp_path):
+    assert sae(TRAIN, *PAIRS, "--skip").status == 0
+    done = sae("export", "t-*", "--to", "circuit-tracer", "--out", tmp_path / "set", "--json")
+    assert done.status == 0, done.err
+    assert [run["run"] for run in done.json["runs"]] == SET
+    names = [f"layer_{layer}.safetensors" for layer in range(LAYERS)]
+    assert done.json["files"] == ["config.yaml", *names]
+    assert yaml.safe_load((tmp_path / "set" / "config.yaml").read_text()) == {
+        "model_name": str(model),
+        "model_kind": "transcoder_set",
+        "feature_input_hook": "mlp.hook_in",
+        "feature_output_hook": "hook_mlp_out",
+    }
+    x = torch.from_numpy(some_rows(50, WIDTH))
+    for name, file in zip(SET, names, strict=True):
+        tensors, own = load_file(tmp_path / "set" / file), weights(home, name)
+        assert torch.equal(tensors["W_enc"], own["W_enc"].T)
+        assert torch.equal(tensors["W_dec"], own["W_dec"])
+        assert torch.equal(tensors["W_skip"], own["W_skip"].T)
+        assert tensors["activation_function.threshold"].shape == (32,)
+        again = saecli.load_sae(tmp_path / "set" / file)
+        torch.testing.assert_close(again(x), saecli.load_sae(name, home)(x))
+
+
+def test_topk_names_its_k_and_the_version_that_reads_it(sae, home, model, tmp_path):
+    make_set(home, str(model), TopK(k=3))
+    done = sae("export", "r-*", "--to", "circuit-tracer", "--out", tmp_path / "set")
+    assert done.status == 0 and done.err.count("0.5.0 does not read `activation: topk`") == 1
+    config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
+    assert (config["activation"], config["k"]) == ("topk", 3)
+    x = torch.from_numpy(some_rows(50, WIDTH))
+    again = saecli.load_sae(tmp_path / "set" / "layer_2.safetensors")
+    torch.testing.assert_close(again.encode(x), saecli.load_sae("r-2", home).encode(x))
+
+
+@pytest.mark.parametrize(
+    ("runs", "changes", "sentence"),
+    [
+        ("r-[12]", {}, "got none for layer 0;"),
+        ("r-[01]", {}, f"0 to {LAYERS - 1}: got none for layer 2;"),
+        ("r-*", {"layers": {1: {"layer": 0, "target_layer": 0}}}, "got two of layer 0"),
+        (
+            "r-*",
+            {"layers": {2: {"site": "resid_pre"}}},
+            "mlp.hook_in as in layer 0, got hook_resid_pre",
+        ),
+        ("r-*", {"layers": {1: {"model": "gpt2"}}}, "the same model_name in all layers"),
+        (
+            "r-*",
+            {"d_sae": {2: 30}},
+            "the same d_sae in all layers: expected 20 as in layer 0, got 30",
+        ),
+        ("r-*", {"skip": {1: True}}, "the same skip in all layers"),
+        ("r-*", {"act": {1: TopK(k=3)}}, "the same activation in all layers"),
+    ],
+)
+def test_what_is_no_set_is_refused_in_a_sentence_and_leaves_no_folder(
+    sae, home, model, tmp_path, runs, changes, sentence
+):
+    make_set(home, str(model), Relu(), **changes)
+    done = sae("export", runs, "--to", "circuit-tracer", "--out", tmp_path / "out")
+    assert done.status == 1 and sentence in " ".join(done.err.split()), done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_formats_have_one_sae_in_a_folder(sae, home, model, tmp_path):
+    make_set(home, str(model), Relu())
+    done = sae("export", "r-*", "--to", "saelens", "--out", tmp_path / "out")
+    assert done.status == 2 and f"saelens has one SAE in a folder, got {LAYERS}" in done.err
+    assert "native has one SAE" in sae("push", "r-*", "someone/saes", "--format", "native").err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_set_is_pushed_into_one_folder_with_a_row_for_each_layer(sae, home, hub: ModelHub):
+    assert sae(TRAIN, *PAIRS).status == 0
+    done = sae("push", "t-*", "someone/saes", "--json")
+    assert done.status == 0, done.err
+    assert (done.json["folder"], done.json["format"]) == ("set", "circuit-tracer")
+    assert [run["run"] for run in done.json["runs"]] == SET
+    files = hub.repos["someone/saes"].files
+    own = {name.removeprefix("set/") for name in files if name.startswith("set/")}
+    layers = {f"layer_{layer}.safetensors" for layer in range(LAYERS)}
+    assert own == {"README.md", "config.yaml"} | layers
+    card = files["set/README.md"].decode()
+    fvu = [f"{run['measures']['fvu']:.4g}" for run in done.json["runs"]]
+    rows = [line for line in card.splitlines() if "batchtopk" in line]
+    assert len(rows) == LAYERS and all(
+        f"| {own} |" in row for own, row in zip(fvu, rows, strict=True)
+    )
+    assert 'load_transcoder_from_hub("someone/saes/set")' in card
+    words = ("--data", "m-l2-mlp_in", "--target", "m-l2-mlp_out", "--json")
+    (measured,) = sae("eval", "someone/saes/set/layer_2.safetensors", *words).json["runs"]
+    assert measured["fvu"] == pytest.approx(done.json["runs"][2]["measures"]["fvu"], rel=1e-5)

@@ -2,7 +2,8 @@
 
     common.py       SavedSAE, tables of tensors' names, reading and writing of files
     hooks.py        names of hook points
-    libraries.py    SAELens, sparsify, dictionary_learning, circuit-tracer
+    libraries.py    SAELens, sparsify, dictionary_learning
+    circuit_tracer.py   circuit-tracer, also sets of one transcoder per layer
     scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read
 
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
@@ -34,7 +35,7 @@ from ..activations import (
     activation_to_json,
 )
 from ..dictionary import SAE
-from . import libraries, scopes
+from . import circuit_tracer, libraries, scopes
 from .common import (
     SavedSAE,
     assemble,
@@ -81,6 +82,11 @@ class Format:
                 )
             chosen += matches
         return chosen
+
+    @property
+    def takes_sets(self) -> bool:
+        """Whether a folder that is written may hold several SAEs, one for each layer."""
+        return self.save is not None and self.layers == "each"
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
@@ -190,17 +196,17 @@ FORMATS: dict[str, Format] = {
     "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, layers="each"),
     "one-file": Format((scopes.ONE_FILE,), scopes.load_one_file, layers="each"),
     "circuit-tracer": Format(
-        (libraries.TRACER_CONFIG, libraries.TRACER_WEIGHTS),
-        libraries.load_circuit_tracer,
-        libraries.save_circuit_tracer,
+        (circuit_tracer.CONFIG, circuit_tracer.WEIGHTS),
+        circuit_tracer.load_circuit_tracer,
+        circuit_tracer.save_circuit_tracer,
         (),
-        libraries.TRACER_WRITTEN,
+        circuit_tracer.WRITTEN,
         one_width=True,
         layers="each",
     ),
     "qwen-transcoders": Format(
-        (libraries.WANDB_CONFIG, libraries.TRACER_WEIGHTS),
-        libraries.load_circuit_tracer,
+        (circuit_tracer.WANDB_CONFIG, circuit_tracer.WEIGHTS),
+        circuit_tracer.load_circuit_tracer,
         layers="each",
     ),
     "native": Format(
@@ -296,21 +302,33 @@ def load(
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
     """Write an SAE in a format; the folder, new or empty, appears whole or not at all."""
-    form = FORMATS[name]
-    lacking = form.lacks(saved)
-    if lacking or form.save is None:
-        able = [key for key, other in FORMATS.items() if not other.lacks(saved)]
-        raise FormatError(
-            f"{name} cannot express {lacking}; it can be written as {' or '.join(able)}"
-        )
+    save_all([saved], name, folder)
+
+
+def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
+    """As `save`; several SAEs as a set, one for each layer, if the format takes sets."""
+    form, members = FORMATS[name], []
     if not is_free(folder):
         raise FormatError(
             f"cannot write to {folder}: expected an empty or a new folder; name another"
         )
-    if name != "native":
-        saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
-        if saved.sae.widths:  # no other library has a name for several hook points
-            origin = {key: saved.origin[key] for key in OF_CROSSCODERS if key in saved.origin}
-            saved = replace(saved, origin=origin)
     with folder_appearing_whole(folder) as temporary:
-        form.save(saved, temporary)
+        for saved in saves:
+            lacking = form.lacks(saved)
+            if lacking or form.save is None:
+                able = [key for key, other in FORMATS.items() if not other.lacks(saved)]
+                raise FormatError(
+                    f"{name} cannot express {lacking}; it can be written as {' or '.join(able)}"
+                )
+            if name != "native":
+                saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
+                if saved.sae.widths:  # no other library has a name for several hook points
+                    origin = {
+                        key: saved.origin[key] for key in OF_CROSSCODERS if key in saved.origin
+                    }
+                    saved = replace(saved, origin=origin)
+            form.save(saved, temporary)
+            if form.takes_sets:
+                members.append(circuit_tracer.Member.of(saved))
+        if len(members) > 1:
+            circuit_tracer.demand_set(members)

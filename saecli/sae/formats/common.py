@@ -33,6 +33,7 @@ WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 PLAIN = {name: name for name in WEIGHTS}
 ENCODER = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc"}  # of an nn.Linear
 LINEAR = ENCODER | {"decoder.weight": "W_dec.T"}
+SKIP = {"W_skip": "W_skip.T"}  # of libraries that compute `x @ W_skip.T`
 GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -282,12 +282,25 @@ def _family(model: str | None) -> Family | None:
     if folder is None:
         kinds = (kind for name, kind in MODEL_TYPES.items() if re.fullmatch(name, model))
         return FAMILIES.get(next(kinds, ""))
+    return FAMILIES.get(str(_config(folder).get("model_type")))
+
+
+def layers_of(model: str | None) -> int | None:
+    """The number of a model's layers, if it is on this machine."""
+    folder = None if model is None else _folder(model)
+    config = {} if folder is None else _config(folder)
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    return layers if isinstance(layers, int) else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The configuration of the language model in a folder; empty if it cannot be read."""
     try:
         config = read_json(folder / "config.json", dict[str, Any])
     except (OSError, ValueError):
-        return None
+        return {}
     text = config.get("text_config")
-    return FAMILIES.get(str((text if isinstance(text, dict) else config).get("model_type")))
+    return text if isinstance(text, dict) else config
 
 
 def _norms(saved: SavedSAE, model: str | None, site: str) -> dict[str, Affine]:

@@ -1,4 +1,4 @@
-"""The formats of SAELens, sparsify, dictionary_learning and circuit-tracer.
+"""The formats of SAELens, sparsify and dictionary_learning.
 
 SAELens (checked against 6.54.12): `cfg.json` and `sae_weights.safetensors` of version 6; older ones are read too. Its
 weights have this tool's names and shapes, but for a skip, (E, D). Its TopK clips at zero: `relu-topk` here. A trained
@@ -13,12 +13,6 @@ run's `config.json`, one folder up.
 
 dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict; see `CLASSES`. Its TopK clips at
 zero: `relu-topk` here. Its AutoEncoder scales decoder rows to unit norm on loading.
-
-circuit-tracer (checked against 0.5.0): `config.yaml` and `layer_L.safetensors`, per-layer transcoders. It fetches a
-folder with one config.yaml and the transcoders of all layers from 0; each export is one layer's. Rows and targets are
-of one width and one layer; a skip is applied as `x @ W_skip.T`. Versions after 0.5.0 read `activation: topk` and `k`,
-signed as `topk` here; 0.5.0 would take such files for `relu`, so they are read only. Source:
-`transcoder/single_layer_transcoder.py`, `utils/hf_utils.py` and `utils/caching.py` there.
 """
 
 import re
@@ -31,15 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.errors import FormatError, one_line
-from ...base.files import appearing_whole, regular, write_json
-from ..activations import AbsTopK, Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK, TopK
+from ...base.errors import FormatError
+from ...base.files import write_json
+from ..activations import AbsTopK, Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK
 from ..codes import Prefixes
 from ..dictionary import SAE
 from . import common, hooks
 from .common import SavedSAE
 
-SKIP = {"W_skip": "W_skip.T"}
 SAELENS_CONFIG, SAELENS_WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALED = "expected_average_only_in"
 # SAELens converts a file that names no version, or one before 6, on loading.
@@ -83,7 +76,7 @@ def load_saelens(folder: Path) -> SavedSAE:
     if isinstance(activation, Gated):
         names = common.GATED
     elif transcodes and config["architecture"] == TRANSCODERS[type(activation)][True]:
-        names |= SKIP
+        names |= common.SKIP
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
     tensors = common.renamed(file, stored, names)
     sae = common.assemble(file, tensors, activation, subtracts, transcodes=transcodes)
@@ -173,7 +166,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     tensors = sae.tensors()
     if "threshold" in tensors:
         tensors["threshold"] = common.thresholds_of(sae)
-    names = common.PLAIN | {"threshold": "threshold"} | SKIP
+    names = common.PLAIN | {"threshold": "threshold"} | common.SKIP
     common.write_tensors(folder / SAELENS_WEIGHTS, common.renamed_back(tensors, names))
 
 
@@ -191,7 +184,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
     transcodes = config.get("transcode", False)
     common.refuse_unless(path, config, "skip_connection", False, transcodes)
     activation = common.configured(path, ReluTopK, k=config.get("k"))
-    names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
+    names = SPARSIFY_NAMES | (common.SKIP if config.get("skip_connection", False) else {})
     tensors = common.read_renamed(file, names)
     sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
     module = folder.absolute().name
@@ -232,7 +225,7 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
     tensors = sae.tensors()
     if not saved.is_transcoder:
         tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
-    written = common.renamed_back(tensors, SPARSIFY_NAMES | SKIP)
+    written = common.renamed_back(tensors, SPARSIFY_NAMES | common.SKIP)
     common.write_tensors(folder / SPARSIFY_WEIGHTS, written)
 
 
@@ -382,97 +375,3 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
     written = common.renamed_back(tensors, layout.names)
     written |= {key: _extra(sae, key) for key in layout.extras}
     common.write_tensors(folder / LEARNING_WEIGHTS, written, save=torch.save)
-
-
-TRACER_CONFIG, TRACER_WEIGHTS = "config.yaml", "layer_*.safetensors"
-WANDB_CONFIG = "wan*b-config.yaml"  # of transcoders of Qwen3 without a config.yaml, also misspelt; which is then
-QWEN3 = {
-    "model_kind": "transcoder_set",
-    "feature_input_hook": "mlp.hook_in",
-    "feature_output_hook": "hook_mlp_out",
-}
-TRACER_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
-THRESHOLD = {"activation_function.threshold": "threshold"}
-TRACER_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
-
-_LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
-_QWEN3 = re.compile(r"qwen3-([\d.]+b)-transcoders")
-
-
-def load_circuit_tracer(file: Path) -> SavedSAE:
-    """Read one layer's transcoder; FormatError for thresholds below zero, under which negative codes would pass."""
-    path, match = file.parent / TRACER_CONFIG, _LAYER.fullmatch(file.name)
-    if match is None:
-        raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
-    if path.is_file():
-        config = _read_yaml(path)
-    else:
-        size = _QWEN3.search(str(file.absolute()))
-        config = QWEN3 | ({"model_name": f"Qwen/Qwen3-{size[1].upper()}"} if size else {})
-    common.refuse_unless(path, {"model_kind": None} | config, "model_kind", "transcoder_set")
-    stored, _ = common.read_safetensors(file)
-    further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in stored}
-    tensors = common.renamed(file, stored, TRACER_NAMES | further)
-    activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
-    if config.get("activation") == "topk":
-        k = config.get("k", "")
-        number = int(k) if re.fullmatch(r"\d{1,18}", k) else None
-        activation = common.configured(path, TopK, k=number)
-    sae = common.assemble(file, tensors, activation, transcodes=True)
-    lowest = float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())
-    if lowest < 0:
-        raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
-    origin = {"model": config.get("model_name"), "layer": int(match[1])}
-    for of, side in (("", "input"), ("target_", "output")):
-        hook = config.get(f"feature_{side}_hook")
-        origin |= hooks.origin_of_hook(f"blocks.{match[1]}.{hook}", of) if hook else {}
-    return SavedSAE(sae, common.origin_from(origin), transcodes=True)
-
-
-def _read_yaml(path: Path) -> dict[str, str]:
-    """The entries of a YAML file that are texts or numbers, as texts."""
-    import yaml  # takes 20 ms to import, and other formats do not need it
-
-    try:
-        document = yaml.load(regular(path).read_bytes(), yaml.BaseLoader)
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
-    if not isinstance(document, dict):
-        raise FormatError(
-            f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
-            f"{type(document).__name__}"
-        )
-    entries = document.items()
-    return {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
-
-
-def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
-    """Write a transcoder of one width and one layer."""
-    import yaml
-
-    sae, origin = saved.sae, saved.origin
-    ends = ("layer", "site", "target_layer", "target_site")
-    missing = [name for name in ends if origin.get(name) is None]
-    if missing:
-        raise FormatError(
-            "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
-            f"trained on stores that `sae extract` made, got one without {', '.join(missing)}"
-        )
-    if origin["layer"] != origin["target_layer"]:
-        raise FormatError(
-            f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
-            f"{origin['target_layer']}; expected rows and targets of one layer"
-        )
-    config = {"model_name": origin["model"]} if "model" in origin else {}
-    config |= {
-        "model_kind": "transcoder_set",
-        "feature_input_hook": hooks.HOOKS.get(origin["site"], origin["site"]),
-        "feature_output_hook": hooks.HOOKS.get(origin["target_site"], origin["target_site"]),
-    }
-    with appearing_whole(folder / TRACER_CONFIG) as temporary:
-        temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    tensors, names = sae.tensors(), TRACER_NAMES | SKIP
-    if not isinstance(sae.activation, Relu):
-        tensors, names = tensors | {"threshold": common.thresholds_of(sae)}, names | THRESHOLD
-    path = folder / TRACER_WEIGHTS.replace("*", str(origin["layer"]))
-    common.write_tensors(path, common.renamed_back(tensors, names))

@@ -1,0 +1,161 @@
+"""circuit-tracer's format (checked against 0.5.0): `config.yaml` and `layer_L.safetensors`, per-layer transcoders.
+
+It opens a folder with one config.yaml and a set: the transcoders of all layers from 0, of one width, with a skip all or
+none. An export of one transcoder is one layer's. Rows and targets are of one width and one layer; a skip is applied as
+`x @ W_skip.T`. `mlp.hook_in` is the MLP's input, after the norm's weight, in its TransformerLens model as in nnsight's:
+`mlp_in` here, so nothing is folded. Versions after 0.5.0 read `activation: topk` and `k`, signed as `topk` here; 0.5.0
+takes such files for `relu`. Source: `transcoder/single_layer_transcoder.py`, `utils/hf_utils.py`, `utils/caching.py`
+and `replacement_model/` there.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...base.errors import FormatError, layers_in_words, one_line
+from ...base.files import appearing_whole, regular
+from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from . import common, hooks
+from .common import SavedSAE
+
+CONFIG, WEIGHTS = "config.yaml", "layer_*.safetensors"
+WANDB_CONFIG = "wan*b-config.yaml"  # of transcoders of Qwen3 without a config.yaml, also misspelt; which is then
+QWEN3 = {
+    "model_kind": "transcoder_set",
+    "feature_input_hook": "mlp.hook_in",
+    "feature_output_hook": "hook_mlp_out",
+}
+NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
+THRESHOLD = {"activation_function.threshold": "threshold"}
+WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK, TopK)
+
+_LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
+_QWEN3 = re.compile(r"qwen3-([\d.]+b)-transcoders")
+
+
+def load_circuit_tracer(file: Path) -> SavedSAE:
+    """Read one layer's transcoder; FormatError for thresholds below zero, under which negative codes would pass."""
+    path, match = file.parent / CONFIG, _LAYER.fullmatch(file.name)
+    if match is None:
+        raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
+    if path.is_file():
+        config = _read_yaml(path)
+    else:
+        size = _QWEN3.search(str(file.absolute()))
+        config = QWEN3 | ({"model_name": f"Qwen/Qwen3-{size[1].upper()}"} if size else {})
+    common.refuse_unless(path, {"model_kind": None} | config, "model_kind", "transcoder_set")
+    stored, _ = common.read_safetensors(file)
+    further = {name: own for name, own in (common.SKIP | THRESHOLD).items() if name in stored}
+    tensors = common.renamed(file, stored, NAMES | further)
+    activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
+    if config.get("activation") == "topk":
+        k = config.get("k", "")
+        number = int(k) if re.fullmatch(r"\d{1,18}", k) else None
+        activation = common.configured(path, TopK, k=number)
+    sae = common.assemble(file, tensors, activation, transcodes=True)
+    lowest = float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())
+    if lowest < 0:
+        raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
+    origin = {"model": config.get("model_name"), "layer": int(match[1])}
+    for of, side in (("", "input"), ("target_", "output")):
+        hook = config.get(f"feature_{side}_hook")
+        origin |= hooks.origin_of_hook(f"blocks.{match[1]}.{hook}", of) if hook else {}
+    return SavedSAE(sae, common.origin_from(origin), transcodes=True)
+
+
+def _read_yaml(path: Path) -> dict[str, str]:
+    """The entries of a YAML file that are texts or numbers, as texts."""
+    import yaml  # takes 20 ms to import, and other formats do not need it
+
+    try:
+        document = yaml.load(regular(path).read_bytes(), yaml.BaseLoader)
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
+    if not isinstance(document, dict):
+        raise FormatError(
+            f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
+            f"{type(document).__name__}"
+        )
+    entries = document.items()
+    return {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
+
+
+def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
+    """Write a transcoder of one width and one layer."""
+    import yaml
+
+    sae, config = saved.sae, _config(saved)
+    with appearing_whole(folder / CONFIG) as temporary:
+        temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    tensors, names = sae.tensors(), NAMES | common.SKIP
+    if not isinstance(sae.activation, Relu | TopK):
+        tensors, names = tensors | {"threshold": common.thresholds_of(sae)}, names | THRESHOLD
+    path = folder / WEIGHTS.replace("*", str(saved.origin["layer"]))
+    common.write_tensors(path, common.renamed_back(tensors, names))
+
+
+def _config(saved: SavedSAE) -> dict[str, Any]:
+    """The entries of config.yaml; FormatError for hook points that it cannot name."""
+    origin, activation = saved.origin, saved.sae.activation
+    ends = ("layer", "site", "target_layer", "target_site")
+    missing = [name for name in ends if origin.get(name) is None]
+    if missing:
+        raise FormatError(
+            "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
+            f"trained on stores that `sae extract` made, got one without {', '.join(missing)}"
+        )
+    if origin["layer"] != origin["target_layer"]:
+        raise FormatError(
+            f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
+            f"{origin['target_layer']}; expected rows and targets of one layer"
+        )
+    config = {"model_name": origin["model"]} if "model" in origin else {}
+    config |= {
+        "model_kind": "transcoder_set",
+        "feature_input_hook": hooks.HOOKS.get(origin["site"], origin["site"]),
+        "feature_output_hook": hooks.HOOKS.get(origin["target_site"], origin["target_site"]),
+    }
+    return config | (
+        {"activation": "topk", "k": activation.k} if isinstance(activation, TopK) else {}
+    )
+
+
+class Member(NamedTuple):
+    """A transcoder of a set: its layer, and what it must have in common with the others."""
+
+    layer: int
+    shared: dict[str, Any]
+
+    @classmethod
+    def of(cls, saved: SavedSAE) -> "Member":
+        sae, config = saved.sae, _config(saved)
+        shared = {"activation": "relu or jumprelu", "k": None} | config
+        shared |= {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+        return cls(saved.origin["layer"], shared)
+
+
+def demand_set(members: Sequence[Member]) -> None:
+    """FormatError unless they are one transcoder for each layer of one model, which circuit-tracer opens as one."""
+    first, by_layer = members[0], dict[int, Member]()
+    for member in members:
+        if member.layer in by_layer:
+            raise FormatError(
+                f"circuit-tracer takes one transcoder for each layer, got two of layer {member.layer}; name one"
+            )
+        by_layer[member.layer] = member
+        for what, expected in first.shared.items():
+            if (got := member.shared[what]) != expected:
+                raise FormatError(
+                    f"circuit-tracer needs the same {what} in all layers: expected {expected} as in layer "
+                    f"{first.layer}, got {got} in layer {member.layer}"
+                )
+    model = first.shared.get("model_name")
+    layers = hooks.layers_of(model) or max(by_layer) + 1
+    if missing := set(range(layers)) - by_layer.keys():
+        raise FormatError(
+            f"circuit-tracer needs a transcoder for each layer of {model}, 0 to {layers - 1}: got none for "
+            f"{layers_in_words(missing)}; train what is missing, and name all"
+        )
