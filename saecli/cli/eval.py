@@ -25,6 +25,13 @@ Stability = Annotated[
         help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
     ),
 ]
+Together = Annotated[
+    bool,
+    typer.Option(
+        "--together",
+        help="Splice all runs into --model at once, such as a set of transcoders, instead of each alone.",
+    ),
+]
 MatchThreshold = Annotated[
     float, typer.Option(help="With --stability, count latents as matched above this |cosine|.")
 ]
@@ -39,6 +46,7 @@ def command(
     model: SplicedModels = None,
     model_revision: Revisions = None,
     tokens: Tokens = None,
+    at_once: Together = False,
     stable: Stability = False,
     match_threshold: MatchThreshold = 0.7,
     device: Device = "auto",
@@ -56,6 +64,10 @@ def command(
     Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
     only for SAEs trained here.
 
+    --together splices all runs into --model at once: CE and KL of the whole set, next to CE with zeros, and with the
+    mean row, at all hook points that it replaces; and each run's error there, of what the model has at that point with
+    the others spliced in, and of what it has without any.
+
     --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors. PW-MCC is the
     mean |cosine|; a latent is matched if its |cosine| is above --match-threshold. If some latents are silent, both
     measures are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
@@ -66,12 +78,22 @@ def command(
     from ..measure.evaluate import check_tokens_of_model, compare_measured
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, check_stability, stability_of
-    from ..show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
+    from ..measure.together import together
+    from ..show.measures import (
+        evaluation_tables,
+        flat,
+        meaning,
+        sparsest_first,
+        stability_table,
+        together_tables,
+    )
 
     session = start(ctx)
     console, names = session.console, runs or []
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
+    if at_once and models is None:
+        raise ConfigError("--together does nothing without --model; name the language model")
     if stable:
         check_stability(len(names), match_threshold)
     elif "match_threshold" in session.given:
@@ -82,10 +104,16 @@ def command(
     everything = chosen_rows.with_all(names)
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
-    runs_measured = compare_measured(everything, models, tokens, console)
+    effect: dict[str, Any] = {}
+    if models is not None and at_once:  # first, since it may refuse the runs
+        effect = together(everything, models, tokens, console)
+    runs_measured = compare_measured(everything, None if at_once else models, tokens, console)
     ranked = sparsest_first(runs_measured)
     document: dict[str, Any] = {"runs": runs_measured, "unbeaten_means": meaning(runs_measured[0])}
     tables = evaluation_tables(ranked, model or [])
+    if at_once:
+        document["together"] = effect
+        tables = together_tables(runs_measured, effect)
     if stable:
         document["stability"] = stability_of(everything, match_threshold, console)
         tables.append(stability_table(document["stability"]))

@@ -32,7 +32,7 @@ def command(
     target: Target = None,
     json: Json = False,
 ) -> None:
-    """Write a run, or a set of transcoders, in another library's format.
+    """Write a run in another library's format.
 
     Refuses an SAE that the library cannot express. TopK of these libraries applies a ReLU to the k largest
     pre-activations, while topk here keeps their signs: such a run is written as their TopK, and the difference is

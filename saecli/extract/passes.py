@@ -230,18 +230,26 @@ class CleanPass:
         writes = writes or self.writes
         values = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
 
-        def replace(point: HookPoint, activations: Tensor) -> Tensor:
-            return activations.index_put((self._replaced,), values[point].to(activations))
+        return self.changed(
+            writes, lambda point, activations: self.with_rows(activations, values[point])
+        )
 
-        return self._changed(writes, replace)
+    def replaced_rows(self, activations: Tensor) -> Tensor:
+        """Those of the windows' rows, (n, D), of activations, (B, T, D)."""
+        return activations[self._replaced]
+
+    def with_rows(self, activations: Tensor, rows: Tensor) -> Tensor:
+        """Activations with others, (n, D), at the windows' rows."""
+        return activations.index_put((self._replaced,), rows.to(activations))
 
     def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
         """The inputs of the head with zeros at these hook points."""
-        return self._changed(writes, lambda _, activations: torch.zeros_like(activations))
+        return self.changed(writes, lambda _, activations: torch.zeros_like(activations))
 
-    def _changed(
+    def changed(
         self, writes: tuple[HookPoint, ...], replace: Callable[[HookPoint, Tensor], Tensor]
     ) -> Tensor:
+        """The inputs of the head with `replace(point, activations)` at these hook points."""
         below = self._below.get(self.passes.repeatable(writes, self._token_ids))
         hooks = dict.fromkeys(writes, replace)
         states, _ = self.passes.states(self._token_ids, self._mask, hooks, below=below)

@@ -17,6 +17,7 @@ from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
+from ..measure.together import EFFECT as TOGETHER
 from ..sae.metrics import DENSE_FREQUENCY
 from .tables import table
 
@@ -111,6 +112,26 @@ def evaluation_tables(
         title = "with the crosscoder's reconstruction at one hook point alone; in nats a token"
         shown.append(table(title, ["run", "hook point", *_words(EFFECT)], alone))
     return shown
+
+
+def together_tables(
+    runs: Sequence[dict[str, Any]], effect: Mapping[str, Any]
+) -> list[RenderableType]:
+    """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
+    title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats a token"
+    errors = ("fvu_spliced", "fvu_clean")
+    rows = [
+        [run["run"], run["l0"], run["fvu"], *(own[name] for name in errors)]
+        for run, own in zip(runs, effect["runs"], strict=True)
+    ]
+    return [
+        table(title, _words(TOGETHER), [[effect[name] for name in TOGETHER]]),
+        table(
+            "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any",
+            ["run", "l0", "fvu", *_words(errors)],
+            rows,
+        ),
+    ]
 
 
 def _by_source(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

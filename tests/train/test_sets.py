@@ -1,8 +1,10 @@
-"""Sets of transcoders, one for each layer: trained, exported, pushed, each by one command."""
+"""Sets of transcoders, one for each layer: trained, exported, pushed and evaluated at once, each by one command."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from homes import CommandLine, assert_same_weights, make_run, make_store, some_r
 from model_hub import ModelHub
 from safetensors.torch import load_file
 from tiny_models import LAYERS, WIDTH, save_model
+from torch.nn import functional
+from transformers import LlamaForCausalLM
 
 import saecli
 from saecli.sae.activations import Activation, Relu, TopK
@@ -196,3 +200,93 @@ def test_a_set_is_pushed_into_one_folder_with_a_row_for_each_layer(sae, home, hu
     words = ("--data", "m-l2-mlp_in", "--target", "m-l2-mlp_out", "--json")
     (measured,) = sae("eval", "someone/saes/set/layer_2.safetensors", *words).json["runs"]
     assert measured["fvu"] == pytest.approx(done.json["runs"][2]["measures"]["fvu"], rel=1e-5)
+
+
+def expected_together(model: Path, runs: list[SAE], texts: list[list[int]], own: str) -> dict:
+    """By hooks of plain transformers: cross-entropies, KL, and each run's two errors, on all tokens but BOS; `own` is
+    the module of each layer that its run reads and replaces, `mlp` or all of the layer."""
+    llama = LlamaForCausalLM.from_pretrained(model)
+    modules = [block.mlp if own == "mlp" else block for block in llama.model.layers]
+    ids = torch.tensor(texts)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def run(name: str, replace: Any) -> torch.Tensor:
+        seen[name], seen[f"{name} predicted"] = [], []
+
+        def hook(number: int, module: Any, args: Any, output: Any) -> Any:
+            y = output[0] if isinstance(output, tuple) else output
+            x = args[0] if own == "mlp" else y
+            new = replace(number, x, y)
+            seen[name].append(y[:, 1:].flatten(0, 1))
+            seen[f"{name} predicted"].append(new[:, 1:].flatten(0, 1))
+            new = torch.cat([new[:, :1] if name == "zero" else y[:, :1], new[:, 1:]], 1)
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        handles = [
+            module.register_forward_hook(partial(hook, number))
+            for number, module in enumerate(modules)
+        ]
+        with torch.no_grad():
+            log_p = llama(input_ids=ids).logits.log_softmax(-1)
+        for handle in handles:
+            handle.remove()
+        return log_p
+
+    def ce(log_p: torch.Tensor) -> float:
+        return functional.nll_loss(log_p[:, 1:-1].flatten(0, 1), ids[:, 2:].flatten()).item()
+
+    clean = run("clean", lambda number, x, y: y)
+    means = [y.mean(0) for y in seen["clean"]]
+    spliced = run("spliced", lambda number, x, y: runs[number](x))
+    return {
+        "ce_clean": ce(clean),
+        "ce_spliced": ce(spliced),
+        "ce_zero": ce(run("zero", lambda number, x, y: torch.zeros_like(y))),
+        "ce_mean": ce(run("mean", lambda number, x, y: means[number].expand_as(y))),
+        "kl": (clean.exp() * (clean - spliced)).sum(-1)[:, 1:].mean().item(),
+        "fvu_spliced": [*map(fvu, seen["spliced predicted"], seen["spliced"])],
+        "fvu_clean": [*map(fvu, seen["spliced predicted"], seen["clean"])],
+    }
+
+
+def fvu(y_hat: torch.Tensor, y: torch.Tensor) -> float:
+    return ((y_hat - y).square().sum() / (y - y.mean(0)).square().sum()).item()
+
+
+@pytest.mark.parametrize("own", ["mlp", "block"])
+def test_a_set_spliced_at_once_is_that_of_hooks_on_every_layer(sae, home, model, own):
+    if own == "mlp":
+        assert sae(TRAIN, *PAIRS, "--skip").status == 0
+    else:
+        text = {"dataset": str(home / "text.jsonl"), "context": LENGTH + 1, "dtype": "float32"}
+        saecli.extract(str(model), layer="all", site=["resid_post"], name="m", home=home, **text)
+        assert sae(TRAIN, "--data", "m-l*-resid_post", "--name", "t").status == 0
+    done = sae("eval", "t-*", "--model", model, "--together", "--split", "all", "--json")
+    assert done.status == 0, done.err
+    effect = done.json["together"]
+    store = saecli.open_store(home / "activations" / "m-l0-mlp_in").split("all")
+    texts = [token_ids.tolist() for token_ids, _ in store.windows()]
+    names = [run["run"] for run in done.json["runs"]]
+    assert [run["run"] for run in effect["runs"]] == names and "kl" not in done.json["runs"][0]
+    expected = expected_together(model, [saecli.load_sae(name, home) for name in names], texts, own)
+    for name in ("fvu_spliced", "fvu_clean"):
+        found = [run[name] for run in effect["runs"]]
+        assert found == pytest.approx(expected.pop(name), rel=1e-3), name
+    assert effect["tokens"] == store.rows
+    for name, value in expected.items():
+        assert effect[name] == pytest.approx(value, rel=1e-3), name
+    rise, left = (effect[name] - effect["ce_clean"] for name in ("ce_zero", "ce_spliced"))
+    assert effect["ce_recovered"] == (pytest.approx(1 - left / rise) if rise > 0 else None)
+    # Exact where nothing before it is replaced.
+    (first,) = (run for run in done.json["runs"] if run["run"] == names[0])
+    assert effect["runs"][0]["fvu_clean"] == pytest.approx(first["fvu"], rel=1e-3)
+    shown = sae("eval", "t-*", "--model", model, "--together", "--split", "all").out
+    assert f"all {LAYERS} runs at once" in shown and "fvu spliced" in shown
+
+
+def test_runs_that_cannot_be_spliced_at_once_are_refused_in_a_sentence(sae, home, model):
+    make_set(home, str(model), Relu(), layers={1: {"layer": 0, "target_layer": 0}})
+    words = ("--model", model, "--together", "--data", "m-l0-mlp_in", "--target", "m-l0-mlp_out")
+    done = sae("eval", "r-[01]", *words)
+    assert done.status == 2 and "r-0 and r-1 both replace layer 0, mlp_out" in done.err
+    assert "--together does nothing without --model" in sae("eval", "r-0", "--together").err
