@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..base.home import now
+from ..base.errors import ConfigError
+from ..base.home import checked_name, now
 from ..train.finetune_options import FINETUNED
-from .options import Data, Given, Json, Run, configured, home_of, start
+from .options import Data, Given, Json, Runs, configured, home_of, start
 from .train import Resume, demand_alone, train_and_print
 
 Name = Annotated[
@@ -24,7 +26,7 @@ Name = Annotated[
 def command(
     ctx: typer.Context,
     options: tuple[Given, ...],
-    run: Run = None,
+    runs: Runs = None,
     data: Data = None,
     name: Name = None,
     resume: Resume = False,
@@ -40,27 +42,63 @@ def command(
 
     Options marked "..." can be given several times: one run per combination, trained together.
 
+    sae finetune 't-*' --together --name u trains a set on one objective, and keeps the better set;
+    --resume --name 'u-*' goes on with it.
+
     Example: sae finetune first --model google/gemma-2-2b
     """
     from ..store.opening import note_when_stopped
-    from ..train.finetune import Opened, Settings, resume_job
+    from ..train.finetune import Opened, Settings, resume_jobs, set_of
     from ..train.jobs import NewRun, claim_jobs, run_names
 
     session = start(ctx)
+    together = options[0].values.get("together", False)
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(session)
-                groups = [[resume_job(session.home, name, session.console, claims)]]
+                groups = [resume_jobs(session.home, name, session.console, claims)]
             else:
-                names = run_names(name, [option.varied for option in options])
+                chosen: list[str | None] = [*runs] if runs else [None]
+                _demand_one(len(chosen), len(options), together)
                 settings = [Settings.of(option.values) for option in options]
-                opened = Opened.open(session.home, run, settings[0], data or [], session.console)
+                named = [(data, None)] * len(chosen) if data else []
+                opened = Opened.open(session.home, chosen, settings[0], named, session.console)
                 created = now()
+                names = run_names(name, [option.varied for option in options])
+                if together:
+                    prefix = name or "together"
+                    names = [
+                        checked_name(f"{prefix}-{Path(one.start.name).name}") for one in opened
+                    ]
                 new_runs = [
-                    NewRun(name, opened.run(its_settings, created), option.values, option.varied)
-                    for name, its_settings, option in zip(names, settings, options, strict=True)
+                    NewRun(
+                        its_name,
+                        one.run(its_settings, created),
+                        option.values,
+                        option.varied,
+                    )
+                    for its_name, one, its_settings, option in zip(
+                        names,
+                        opened * len(options),
+                        settings * len(opened),
+                        options * len(opened),
+                        strict=True,
+                    )
                 ]
-                stem = f"finetune-{opened.text.hooked.sae.activation.name}"
+                stem = f"finetune-{opened[0].text.hooked.sae.activation.name}"
                 groups = claim_jobs(session.home, new_runs, stem, session.console, claims)
+                if together:
+                    groups = [set_of(groups[0])]
         train_and_print(session, groups)
+
+
+def _demand_one(runs: int, combinations: int, together: bool) -> None:
+    if runs > 1 and not together:
+        raise ConfigError(
+            f"sae finetune trains one run, or by --together several at once, got {runs}; name one, or give --together"
+        )
+    if combinations > 1 and together:
+        raise ConfigError(
+            f"--together takes each option once, got {combinations} combinations; give one value of each"
+        )

@@ -6,14 +6,18 @@ layer reach the next. The rows replaced are those of a store's windows, as when 
 Shapes: n rows of a forward pass, D = d_in, E = d_out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError
+from ..sae.metrics import Reconstruction
+from .forward import pass_tokens
 from .options import HookPoint
-from .passes import CleanPass, Passes
-from .splice import Hooked, StoredWindow
+from .passes import NO_NEXT, CleanPass, Passes
+from .splice import Hooked, StoredWindow, in_batches
 
 Predict = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -70,3 +74,66 @@ class TogetherPass(CleanPass):
             return activations
 
         return self.changed(self.writes, hook)
+
+
+@torch.no_grad()
+def effects_together(
+    passes: Passes,
+    windows: Iterable[StoredWindow],
+    acts: Sequence[Hooked],
+    means: Tensor | None = None,
+    show: Callable[[int], None] = lambda tokens: None,
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Splice SAEs into a model at once.
+
+    Args:
+        means: of the rows that each SAE predicts, side by side; None for no ablation.
+        show: called after each batch with the number of tokens done.
+
+    Returns:
+        ce_clean, ce_spliced, kl and tokens as of `passes.effects`; with `means` ce_zero, with zeros at all hook points
+        that are replaced, ce_mean, with means there, and ce_recovered; and of each SAE `fvu_spliced`, the error of its
+        predictions of what the model has there in the spliced pass, whose inputs the SAEs before it have changed, and
+        `fvu_clean`, that of the same predictions of what it has without any SAE: the error left there.
+
+    Cost: two forward passes over the tokens, with `means` four.
+    """
+    device, written = passes.model.device, tuple(at.written for at in acts)
+    errors = [
+        tuple(Reconstruction(at.sae.d_out, at.sae.d_sae, device=device) for _ in range(2))
+        for at in acts
+    ]
+    sums = torch.zeros(3 if means is None else 5, dtype=torch.float64)  # KL, CE of each pass
+    tokens = scored = 0
+    for batch in in_batches(windows, pass_tokens(device)):
+        clean = TogetherPass(passes, batch, acts)
+
+        def predict(number: int, x: Tensor, y: Tensor, clean: TogetherPass = clean) -> Tensor:
+            sae = acts[number].sae
+            codes = sae.codes(x.to(sae.W_enc))
+            y_hat = sae.predicted(x.to(sae.W_enc), codes)[:, -1]
+            for error, own in zip(errors[number], (y, clean.rows_of[number][1]), strict=True):
+                error.update(own.to(y_hat), y_hat, codes)
+            return y_hat
+
+        others = [clean.together(predict)]
+        if means is not None:
+            others.append(clean.zeroed(written))
+            others.append(clean.spliced(means.to(device).expand(len(clean.states), -1), written))
+        losses, ce, kl = clean.compared(others)
+        sums += torch.stack([kl[0], losses.sum(dtype=torch.float64), *ce]).cpu()
+        tokens += len(clean.states)
+        scored += int((clean.next_tokens != NO_NEXT).sum())
+        show(tokens)
+    ce_clean, ce_spliced, *ablated = (sums[1:] / max(scored, 1)).tolist()
+    measures = {"ce_clean": ce_clean, "ce_spliced": ce_spliced}
+    if ablated:
+        ce_zero, ce_mean = ablated
+        rise = ce_zero - ce_clean
+        measures |= {"ce_zero": ce_zero, "ce_mean": ce_mean}
+        measures["ce_recovered"] = (ce_zero - ce_spliced) / rise if rise > 0 else None
+    measures |= {"kl": float(sums[0]) / max(tokens, 1), "tokens": tokens}
+    return measures, [
+        {"fvu_spliced": spliced.result()["fvu"], "fvu_clean": left.result()["fvu"]}
+        for spliced, left in errors
+    ]

@@ -253,18 +253,30 @@ def results_table(
 
 
 def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    """A table for each run that trained an SAE on: held-out measures before and after, and which SAE it kept."""
-    shown = []
-    for document in documents:
-        if "kept" in document:
-            before, after = document["before"], document["after"]
-            title = (
-                f"{document['run']} on held-out rows; the SAE {document['kept']} training is kept"
-            )
-            names = [name for name in COMPARED if name in before]
-            rows = [[name.replace("_", " "), before[name], after[name]] for name in names]
-            shown.append(table(title, ["measure", "before", "after"], rows))
-    return shown
+    """A table of runs that trained an SAE on: held-out measures before and after, and which SAE each kept."""
+    compared = [document for document in documents if "kept" in document]
+    if not compared:
+        return []
+    names = [name for name in COMPARED if name in compared[0]["before"]]
+    words = [name.replace("_", " ") for name in names]
+    if len(compared) == 1:
+        (document,) = compared
+        title = f"{document['run']} on held-out rows; the SAE {document['kept']} training is kept"
+        rows = [
+            [label, document["before"][name], document["after"][name]]
+            for label, name in zip(words, names, strict=True)
+        ]
+        return [table(title, ["measure", "before", "after"], rows)]
+    rows = [
+        [
+            one["run"],
+            one["kept"],
+            *(one[when][name] for name in names for when in ("before", "after")),
+        ]
+        for one in compared
+    ]
+    columns = [f"{word}{when}" for word in words for when in ("", " after")]
+    return [table("held-out rows, before training and after", ["run", "kept", *columns], rows)]
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:

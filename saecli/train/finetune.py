@@ -1,13 +1,14 @@
 """`sae finetune`: a finished SAE trained on through the language model that it acts in; see `through.py`."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
@@ -30,6 +31,7 @@ from ..extract.splice import (
     unfit,
 )
 from ..extract.streaming import Streamed, open_stream
+from ..extract.together import demand_together
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..store.opening import Joined, open_joined
@@ -41,12 +43,15 @@ from .loop import Loop
 from .options import TRAINED, TrainingConfig
 from .plan import split_kept_out
 from .rows import ArrayRows
-from .runs import Run, claimed
+from .runs import CHECKPOINT, Run, RunRecord, claimed, load_checkpoint, save_checkpoint
 from .start import Start, fingerprint
-from .through import FinetunePlan, SplicedText, ThroughLoop
-from .training import Record, Training, start_training
+from .through import FinetunePlan, SplicedText, ThroughLoop, TogetherLoop
+from .training import Progress, Record, Training, start_training
 
 SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
+
+
+Named = tuple[Sequence[str], str | None]  # stores, and a target
 
 
 class Settings(NamedTuple):
@@ -75,38 +80,68 @@ class Opened:
 
     @classmethod
     def open(
-        cls, home: Home, sae: SAELike, settings: Settings, data: Sequence[str], listener: Listener
-    ) -> Self:
-        """Open what `sae finetune` names."""
+        cls,
+        home: Home,
+        saes: Sequence[SAELike],
+        settings: Settings,
+        named: Sequence[Named],
+        listener: Listener,
+    ) -> list[Self]:
+        """Open what `sae finetune` names, several SAEs to train at once, on the text of the first; `named` has the
+        stores of each, if not its own."""
         processes, (config, training, text) = communicator(), settings
-        opened = subject, saved = open_sae(home, sae, listener)
-        acts = hooked(opened, *place_given(config.layer, config.site, config.module), "fine-tuning")
-        source = model_of([acts], config.model, config.model_revision, listener)
-        stores: Joined | Streamed
+        opened = [open_sae(home, sae, listener) for sae in saes]
+        place = place_given(config.layer, config.site, config.module)
+        acts = [hooked(one, *place, "fine-tuning") for one in opened]
+        subject = opened[0][0]
+        if config.together:
+            demand_together(acts)
+            if len({one.split_seed for one, _ in opened}) > 1:
+                raise ConfigError(
+                    "--together needs one split: expected runs of one --split-seed, so that the text kept out of "
+                    "training is the same, got several"
+                )
+        source = model_of(acts, config.model, config.model_revision, listener)
+        stores: list[Joined | Streamed]
         if "dataset" in text:
-            if data:
+            if named:
                 raise ConfigError(
                     "cannot use both --data and --dataset at the same time; use one of them"
                 )
             seed = subject.split_seed
-            stores, spliced = _stream_text(home, acts, source, settings, seed, listener)
+            stream, spliced = _stream_text(home, acts[0], source, settings, seed, listener)
+            stores = [stream] * len(saes)
         else:
-            stores = processes.main_first(lambda: _open_stores(home, subject, data, listener))
+            its_named: Sequence[Named | None] = named or [None] * len(saes)
+            joined = processes.main_first(
+                lambda: [
+                    _open_stores(home, one, its_stores, listener)
+                    for (one, _), its_stores in zip(opened, its_named, strict=True)
+                ]
+            )
+            stores = [*joined]
             model_dtype = text.get("model_dtype", "auto")
             device = device_named(training.device)
             model = LanguageModel(source, device, head=True, dtype=model_dtype)
-            spliced = _read_text(stores, model, acts, config.tokens, subject.split_seed)
-        name = lasting_name(home, subject.name if sae is None else sae, subject)
+            spliced = _read_text(joined[0], model, acts[0], config.tokens, subject.split_seed)
         order = np.random.default_rng(0).permutation(len(spliced.train))
         shuffled = [spliced.train[number] for number in order]
         train, test = processes.broadcast_object(
             lambda: (
-                spliced.activations(shuffled, SAMPLE_TOKENS),
-                spliced.activations(spliced.test, TEST_TOKENS),
+                spliced.activations(shuffled, SAMPLE_TOKENS, acts),
+                spliced.activations(spliced.test, TEST_TOKENS, acts),
             )
         )
-        start = Start(name, fingerprint(saved.sae), saved.sae)
-        return cls(stores, start, spliced, train, test, subject.split_seed)
+        together = tuple(acts) if config.together else ()
+        parts = []
+        for number, ((one, saved), at) in enumerate(zip(opened, acts, strict=True)):
+            sae = saes[number]
+            name = lasting_name(home, one.name if sae is None else sae, one)
+            start = Start(name, fingerprint(saved.sae), saved.sae)
+            its_text = replace(spliced, hooked=at, together=together)
+            rows = train[number], test[number]
+            parts.append(cls(stores[number], start, its_text, *rows, subject.split_seed))
+        return parts
 
     def run(self, settings: Settings, created: str) -> "FinetuneRun":
         tokens_per_step = self.text.windows_per_step * self.text.rows.mean()
@@ -130,10 +165,10 @@ class Opened:
         return FinetuneRun(self.stores, plan, created, self.text)
 
 
-def _open_stores(home: Home, subject: Subject, data: Sequence[str], listener: Listener) -> Joined:
+def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Listener) -> Joined:
     """The stores named, else those that the SAE was trained on."""
-    if data:
-        return open_joined(home, data, None, listener)
+    if named is not None:
+        return open_joined(home, *named, listener)
     if subject.streamed and subject.data not in home.stores.names():
         text = {name: subject.streamed[name] for name in TEXT if name in subject.streamed}
         raise ConfigError(
@@ -204,6 +239,82 @@ def _stream_text(
     return stream, SplicedText(Passes(extraction.model), acts, *parts)
 
 
+@dataclass
+class SetCheckpoint:
+    """The state of all runs of a set, in the checkpoint of the first, so that a kill leaves all at one step."""
+
+    folders: Sequence[Path]
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # until all are known
+
+    @classmethod
+    def of(cls, folders: Iterable[Path]) -> Self:
+        return cls(sorted(folders))
+
+    def load(self, folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
+        """The state of a run, and its progress."""
+        saved = load_checkpoint(self.folders[0])
+        if saved is None:
+            return None
+        begins = f"{folder.name}/"
+        state, progress = saved
+        own = {name: tensor for name, tensor in state.items() if name.startswith(begins)}
+        return {name.removeprefix(begins): tensor for name, tensor in own.items()}, progress
+
+    def save(self, folder: Path, state: dict[str, Tensor], progress: Progress) -> None:
+        """Keep the state of a run; with the last of them all are written."""
+        self.states[folder.name] = state
+        if len(self.states) < len(self.folders):
+            return
+        first, *others = self.folders
+        tensors = {
+            f"{run}/{name}": tensor
+            for run, own in self.states.items()
+            for name, tensor in own.items()
+        }
+        save_checkpoint(first, tensors, progress)
+        self.states.clear()
+        for other in others:
+            if not (other / CHECKPOINT).exists():  # so that it counts as a run to resume
+                save_checkpoint(other, {}, progress)
+
+    def demand_whole(self) -> None:
+        """RunError unless the set has a checkpoint, and these are all its runs."""
+        saved, names = load_checkpoint(self.folders[0]), {folder.name for folder in self.folders}
+        known = set() if saved is None else {name.partition("/")[0] for name in saved[0]}
+        if known != names:
+            missing = ", ".join(sorted(known - names)) or "its checkpoint"
+            raise RunError(
+                f"cannot go on with {self.folders[0].name}: it is one of a set that is trained at once, and "
+                f"{missing} is missing; name all its runs by a pattern, --name 'u-*', or begin anew"
+            )
+
+
+class MemberRecord(RunRecord):
+    """Writes the files of a run of a set."""
+
+    def __init__(self, run: Run, folder: Path, listener: Listener, of_set: SetCheckpoint) -> None:
+        super().__init__(run, folder, listener)
+        self._set = of_set
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
+        return self._set.load(self.folder)
+
+    def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
+        self.keep(sae)
+        self._set.save(self.folder, state, progress)
+
+
+def set_of(jobs: Sequence[Job]) -> list[Job]:
+    """Jobs of new runs that are trained at once."""
+    of_set = SetCheckpoint.of(job.folder for job in jobs)
+    return [replace(job, run=_in_set(job.run, of_set)) for job in jobs]
+
+
+def _in_set(run: Run, of_set: SetCheckpoint | None) -> "FinetuneRun":
+    assert isinstance(run, FinetuneRun)
+    return replace(run, set=of_set)
+
+
 @dataclass(frozen=True)
 class FinetuneRun(Run):
     """A fine-tuning, as a run: it acts where the SAE did from which it began."""
@@ -211,9 +322,25 @@ class FinetuneRun(Run):
     command: ClassVar[str] = "finetune"
 
     text: SplicedText
+    set: SetCheckpoint | None = None  # of the runs that are trained at once
+
+    @property
+    def as_one(self) -> bool:
+        return self.set is not None
+
+    def name_to_resume(self, name: str) -> str:
+        if self.set is None or self.plan.start is None:
+            return name
+        return f"'{name.removesuffix(Path(self.plan.start.name).name)}*'"
+
+    def record(self, folder: Path, listener: Listener) -> RunRecord:
+        if self.set is None:
+            return super().record(folder, listener)
+        return MemberRecord(self, folder, listener, self.set)
 
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
-        return ThroughLoop(trainings, self.text, alone)
+        kind = TogetherLoop if self.as_one else ThroughLoop
+        return kind(trainings, self.text, alone)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -241,17 +368,22 @@ class FinetuneRun(Run):
         return chosen, {name: resolved[name] for name in names & resolved.keys()}
 
 
-def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
-    """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
+def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> list[Job]:
+    """The unfinished fine-tuning `name`, else the newest, or by a pattern the set that is trained at once; folders are
+    claimed until `claims` is closed."""
     processes = communicator()
-    folder, document = processes.main_first(
-        lambda: unfinished_run(home, name, listener, "finetune")
+    names = [name] if name is None else home.runs.matching([name])
+    unfinished = processes.main_first(
+        lambda: [unfinished_run(home, one, listener, "finetune") for one in names]
     )
+    folders, documents = zip(*unfinished, strict=True)
     if processes.is_main:
-        claims.enter_context(claimed(folder, new=False))
+        for folder in folders:
+            claims.enter_context(claimed(folder, new=False))
+    folder, document = unfinished[0]
     try:
         config = {key: value for key, value in document["solver"].items() if key != "name"}
-        streamed, begun = document.get("streamed") or {}, document["init"]
+        streamed, begun = document.get("streamed") or {}, [each["init"] for each in documents]
         settings = Settings(
             Finetune.from_json(config),
             TrainingConfig.from_json(document["training"]),
@@ -262,17 +394,33 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
             f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
             f"writes ({error}); begin it anew"
         ) from error
-    data = [] if streamed else [document["data"], *document.get("beside", [])]
-    opened = Opened.open(home, begun["name"], settings, data, listener)
-    for what, has_changed in (
-        (begun["name"], opened.start.hash != begun["hash"]),
-        (opened.stores.name, opened.stores.hash != document["data_hash"]),
-    ):
-        if has_changed:
-            raise RunError(
-                f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
-            )
-    return Job(folder, opened.run(settings, document["created"]))
+    as_set = SetCheckpoint.of(folders) if settings.config.together else None
+    if as_set is None and len(folders) > 1:
+        raise RunError(
+            f"cannot go on with {len(folders)} runs at once: {folder.name} is no part of a set; name one with --name"
+        )
+    if as_set is not None:
+        as_set.demand_whole()
+    named = [
+        ([each["data"], *each.get("beside", [])], each.get("target"))
+        for each in documents
+        if not streamed
+    ]
+    starts = [each["name"] for each in begun]
+    opened = Opened.open(home, starts, settings, named, listener)
+    jobs = []
+    for one, folder, document in zip(opened, folders, documents, strict=True):
+        for what, has_changed in (
+            (document["init"]["name"], one.start.hash != document["init"]["hash"]),
+            (one.stores.name, one.stores.hash != document["data_hash"]),
+        ):
+            if has_changed:
+                raise RunError(
+                    f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
+                )
+        run = one.run(settings, document["created"])
+        jobs.append(Job(folder, replace(run, set=as_set)))
+    return jobs
 
 
 def finetune(
@@ -302,7 +450,13 @@ def finetune(
     listener = listening(progress)
     settings = Settings.of({"model": model, **options})
     names = [data] if isinstance(data, str) else data or []
-    run = Opened.open(Home.at(home), sae, settings, names, listener).run(settings, created="")
+    if settings.config.together:
+        raise ConfigError(
+            "--together is an option of the command alone: sae finetune 't-*' --together"
+        )
+    named = [(names, None)] if names else []
+    (opened,) = Opened.open(Home.at(home), [sae], settings, named, listener)
+    run = opened.run(settings, created="")
     with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
         training = start_training(run.plan, Record(), show)
         (tuned,) = run.loop([training]).train()

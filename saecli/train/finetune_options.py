@@ -69,6 +69,14 @@ class Finetune(SolverConfig):
     fvu_weight: Annotated[
         NonNegative, Shown("Weight of FVU next to the objective, in nats per token.")
     ] = 5.0
+    together: Annotated[
+        bool,
+        Shown(
+            "Train all RUNs, such as a set of transcoders, on one objective: of the model with all of them spliced in; "
+            "FVU is their mean. Each is saved as NAME-RUN.",
+            once=True,
+        ),
+    ] = False
     only: Annotated[
         Literal["decoder"] | None,
         Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),

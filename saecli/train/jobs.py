@@ -16,7 +16,7 @@ from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.machine import is_disk_full
 from ..base.processes import communicator
 from .plan import doubts_at_start
-from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
+from .runs import CHECKPOINT, Run, claimed, reopen_run
 from .training import Record, Training, start_training
 
 
@@ -43,7 +43,7 @@ class Job:
         """What to do after the run was stopped, in words."""
         if not self.has_checkpoint:
             return "run the same command again"
-        resume = f"`sae {self.run.command} --resume --name {self.name}`"
+        resume = f"`sae {self.run.command} --resume --name {self.run.name_to_resume(self.name)}`"
         return f"{resume} goes on from its last checkpoint"
 
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,12 +228,14 @@ def train_runs(
     """
     if jobs[0].result is not None:
         return [jobs[0].document(jobs[0].result)], {}
+    as_one = jobs[0].run.as_one
     try:
         for job in jobs:
             _begin(job, listener)
-        documents, errors = _train(jobs, listener, alone or communicator().world_size > 1)
+        alone = alone or as_one or communicator().world_size > 1
+        documents, errors = _train(jobs, listener, alone)
     except (KeyboardInterrupt, PeerError):
-        for job in jobs:
+        for job in jobs[:1] if as_one else jobs:
             if job.has_checkpoint:
                 listener.note(f"stopped; {job.remedy}")
             else:
@@ -275,6 +277,8 @@ def _train(
         title, total = "training", jobs[0].run.plan.steps
     else:
         title, total = f"training {len(jobs)} SAEs", None
+        if jobs[0].run.as_one:
+            total = jobs[0].run.plan.steps
     with listener.progress(title, total, "steps") as show:
         trainings = _start_trainings(jobs, listener, alone, show, errors)
         loop = jobs[0].run.loop([*trainings.values()], alone)
@@ -317,11 +321,13 @@ def _start_trainings(
         try:
             trainings[job.name] = start_training(
                 job.run.plan,
-                RunRecord(job.run, job.folder, listener) if is_main else Record(),
+                job.run.record(job.folder, listener) if is_main else Record(),
                 show if alone else partial(show_sum, job.name),
                 len(jobs),
                 communicator(),
-                shared=next((training.rows for training in trainings.values()), None),
+                shared=None
+                if job.run.as_one
+                else next((training.rows for training in trainings.values()), None),
             )
         except Exception as error:  # reported at the end, when the others have finished
             if alone:

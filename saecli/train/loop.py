@@ -12,7 +12,6 @@ from typing import Any
 from ..base.errors import TrainingError
 from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstructions
-from ..store.reader import RowSource
 from .decoder_step import Pass
 from .rows import BLOCK_ROWS, raw_batches
 from .training import Measures, Training
@@ -116,7 +115,7 @@ class Loop:
         if not trainings:
             return
         if after_epoch and trainings[0].plan.test_rows is not None:
-            tests = self._measured([saes[t] for t in trainings], trainings[0].plan.test_rows)
+            tests = self._measured([saes[t] for t in trainings], "test_rows")
             for training, test in zip(trainings, tests, strict=True):
                 training.test = test
         self._each(lambda training: training.keep(saes[training], after_epoch), among=trainings)
@@ -143,15 +142,17 @@ class Loop:
         """`Training.result` of each SAE that `train` returned. Cost: a pass over the training rows."""
         trainings = self.live()
         plan = trainings[0].plan
-        train = self._measured(saes, plan.train_rows)
+        train = self._measured(saes, "train_rows")
         tests = [training.test or {} for training in trainings]
         if {} in tests and plan.test_rows:  # no step was left to train, or the start is kept
-            tests = self._measured(saes, plan.test_rows)
+            tests = self._measured(saes, "test_rows")
         return [
             training.result(*measures)
             for training, *measures in zip(trainings, train, tests, strict=True)
         ]
 
-    def _measured(self, saes: Sequence[SAE], rows: RowSource) -> list[Measures]:
+    def _measured(self, saes: Sequence[SAE], part: str) -> list[Measures]:
+        """On the plans' `train_rows` or `test_rows`, which the SAEs share."""
         communicator = self.trainings[0].rows.communicator
+        rows = getattr(self.trainings[0].plan, part)
         return reconstructions(saes, raw_batches(rows, communicator), communicator)

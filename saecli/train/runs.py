@@ -62,8 +62,20 @@ class Run:
     plan: Plan
     created: str
 
+    @property
+    def as_one(self) -> bool:
+        """Whether all runs of a group are one training, each on rows of its own."""
+        return False
+
+    def name_to_resume(self, name: str) -> str:
+        """What --name takes for the run of this name."""
+        return name
+
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
         return Loop(trainings, alone)
+
+    def record(self, folder: Path, listener: Listener) -> "RunRecord":
+        return RunRecord(self, folder, listener)
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sets of transcoders, one for each layer: trained, exported, pushed and evaluated at once, each by one command."""
+"""Sets of transcoders, one for each layer: trained, exported, pushed, and evaluated and fine-tuned at once."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from homes import CommandLine, assert_same_weights, make_run, make_store, some_rows, weights
+from launching import signalled
 from model_hub import ModelHub
 from safetensors.torch import load_file
 from tiny_models import LAYERS, WIDTH, save_model
@@ -21,8 +22,11 @@ import saecli
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
+from saecli.store.split import Split
+from saecli.train.options import TRAINED
+from saecli.train.runs import read_metrics
 
-LENGTH = 15
+LENGTH, WINDOWS = 15, 205  # training windows that make one step of fine-tuning
 TRAIN = "train --each --solver sgd --act batchtopk --k 4 --d-sae 32 --steps 30 --batch-size 64"
 PAIRS = ("--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out", "--name", "t")
 SET = [f"t-m-l{layer}-mlp_in" for layer in range(LAYERS)]
@@ -36,7 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     home, draw = tmp_path_factory.mktemp("home"), np.random.default_rng(0)
-    texts = ["".join(map(chr, draw.integers(97, 157, LENGTH))) for _ in range(250)]
+    texts, training = [], 0
+    while training < WINDOWS:
+        training += Split("train", TRAINED, seed=0).keeps(np.array([len(texts)]))[0]
+        texts.append("".join(map(chr, draw.integers(97, 157, LENGTH))))
     path = home / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = {"dataset": str(path), "context": LENGTH + 1, "dtype": "float32", "home": home}
@@ -290,3 +297,136 @@ def test_runs_that_cannot_be_spliced_at_once_are_refused_in_a_sentence(sae, home
     done = sae("eval", "r-[01]", *words)
     assert done.status == 2 and "r-0 and r-1 both replace layer 0, mlp_out" in done.err
     assert "--together does nothing without --model" in sae("eval", "r-0", "--together").err
+
+
+TUNE = "finetune t-* --together --objective kl --name u"
+TUNED = [f"u-{name}" for name in SET]
+
+
+def joint_loss(
+    model: Path, saes: list[SAE], texts: list[list[int]], weight: float
+) -> tuple[float, list[torch.Tensor]]:
+    """KL of all transcoders at once plus the weighted mean of their FVU on clean rows, in float64, and its gradient in
+    each decoder."""
+    llama = LlamaForCausalLM.from_pretrained(model).double()
+    saes = [sae.copy_to(torch.float64) for sae in saes]
+    for sae in saes:
+        sae.W_dec.requires_grad_()
+    clean: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        clean.append((args[0][:, 1:].flatten(0, 1).detach(), output[:, 1:].flatten(0, 1).detach()))
+
+    def splice(sae: SAE, module: Any, args: Any, output: Any) -> Any:
+        return torch.cat([output[:, :1], sae(args[0][:, 1:])], 1)
+
+    def log_p(hooks: list[Any]) -> torch.Tensor:
+        blocks = zip(llama.model.layers, hooks, strict=True)
+        handles = [block.mlp.register_forward_hook(hook) for block, hook in blocks]
+        result = llama(input_ids=torch.tensor(texts)).logits.log_softmax(-1)
+        for handle in handles:
+            handle.remove()
+        return result
+
+    wanted = log_p([look] * LAYERS).detach()
+    got = log_p([partial(splice, sae) for sae in saes])
+    kl = (wanted.exp() * (wanted - got)).sum(-1)[:, 1:].mean()
+    errors = [
+        (sae(x) - y).square().sum() / (y - y.mean(0)).square().sum()
+        for sae, (x, y) in zip(saes, clean, strict=True)
+    ]
+    loss = kl + weight * torch.stack(errors).mean()
+    return loss.item(), list(torch.autograd.grad(loss, [sae.W_dec for sae in saes]))
+
+
+def test_the_first_step_of_a_set_is_that_of_plain_torch(sae, home, model):
+    train = TRAIN.replace("batchtopk", "topk")
+    assert sae(train, *PAIRS, "--skip").status == 0
+    old = [saecli.load_sae(name, home) for name in SET]
+    done = sae(f"{TUNE} --tokens 3075 --only decoder --fvu-weight 2 --lr 1e-3 --json")
+    assert done.status == 0, done.err
+    assert [run["run"] for run in done.json["runs"]] == TUNED
+    store = saecli.open_store(home / "activations" / "m-l0-mlp_in")
+    windows = store.split("train", fraction=TRAINED).windows()
+    texts = [token_ids.tolist() for token_ids, _ in windows]
+    loss, gradients = joint_loss(model, old, texts, 2.0)
+    for name, before, gradient in zip(TUNED, old, gradients, strict=True):
+        (line,) = [line for line in read_metrics(home / "runs" / name) if "loss" in line]
+        assert line["loss"] == pytest.approx(loss, rel=1e-4)
+        moved = weights(home, name)["W_dec"] - before.W_dec
+        large = gradient.abs() > 1e-2 * gradient.abs().max()
+        # Adam's first step goes against the gradient's sign.
+        assert (moved.sign()[large] == -gradient.sign()[large]).all() and large.sum() > 100
+        torch.testing.assert_close(weights(home, name)["W_enc"], before.W_enc, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_better_set_is_kept_whole_and_measured_as_eval_does(sae, home, model):
+    assert sae(TRAIN, *PAIRS, "--skip").status == 0
+    done = sae(f"{TUNE} --tokens 60000 --lr 0.003 --json")
+    assert done.status == 0, done.err
+    runs = done.json["runs"]
+    before, after = ([run[when] for run in runs] for when in ("before", "after"))
+    assert {run["kept"] for run in runs} == {"after"} and len({one["loss"] for one in after}) == 1
+    assert after[0]["kl"] < 0.9 * before[0]["kl"]
+    mean = np.mean([one["fvu"] for one in after])
+    assert after[0]["loss"] == pytest.approx(after[0]["kl"] + 5 * mean)
+    # On the training documents' last tenth, which evaluation by --split does not name.
+    acts = sae("eval", "u-*", "--model", model, "--together", "--split", "train", "--json").json
+    old = sae("eval", "t-*", "--model", model, "--together", "--split", "train", "--json").json
+    assert acts["together"]["kl"] < 0.9 * old["together"]["kl"]
+    done = sae("export", "u-*", "--to", "circuit-tracer", "--out", home / "set")
+    assert done.status == 0, done.err
+    worse = sae(f"{TUNE[:-1]}v --tokens 9000 --lr 3 --json")
+    assert {run["kept"] for run in worse.json["runs"]} == {"before"}
+    for name in SET:
+        for key, tensor in weights(home, name).items():
+            torch.testing.assert_close(
+                weights(home, f"v-{name}")[key], tensor, rtol=1e-4, atol=1e-5
+            )
+
+
+@pytest.mark.slow
+def test_a_set_killed_and_resumed_equals_one_never_stopped(sae, home):
+    assert sae(TRAIN, *PAIRS).status == 0
+    words = [*TUNE.split(), "--tokens", "400000"]
+    assert sae(*words).status == 0
+    words[-3] = "k"
+    signalled(home, words, "checkpoint.safetensors", LAYERS + 1)
+    for name in ([], ["--name", f"k-{SET[0]}"], ["--name", f"k-{SET[1]}"]):
+        alone = sae("finetune", "--resume", *name)
+        assert alone.status == 1 and "one of a set that is trained at once" in alone.err
+    done = sae("finetune", "--resume", "--name", "k-*", "--json")
+    assert done.status == 0, done.err
+    alone = ["finetune", SET[0], "--tokens", "400000", "--name"]
+    assert sae(*alone, "whole").status == 0
+    signalled(home, [*alone, "killed"], "checkpoint.safetensors", 2)
+    assert sae("finetune --resume --name killed").status == 0
+    assert_same_weights(home, "whole", "killed")
+    for name in SET:
+        assert_same_weights(home, f"u-{name}", f"k-{name}")
+        assert read_metrics(home / "runs" / f"u-{name}") == read_metrics(
+            home / "runs" / f"k-{name}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("t-*", "trains one run, or by --together several at once, got 3"),
+        ("t-* --together --fvu-weight 1 --fvu-weight 2", "takes each option once, got 2"),
+        ("t-m-l0-mlp_in other --together", "both replace layer 0, mlp_out"),
+        ("t-m-l0-mlp_in crossed --together", "got crossed, a crosscoder"),
+        ("t-m-l0-mlp_in seeded --together", "needs one split"),
+    ],
+)
+def test_what_cannot_be_trained_at_once_is_refused_in_a_sentence(sae, home, words, sentence):
+    assert sae(TRAIN, *PAIRS).status == 0
+    alone = TRAIN.replace("--each", "")
+    pair = "--data m-l0-mlp_in --target m-l0-mlp_out"
+    sae(f"{alone} {pair} --name other")
+    seeded = "--data m-l1-mlp_in --target m-l1-mlp_out --split-seed 1"
+    sae(f"{alone} {seeded} --name seeded")
+    sae(f"{alone} --data m-l0-mlp_in --data m-l1-mlp_in --name crossed")
+    done = sae(f"finetune {words} --tokens 3000")
+    assert (done.status, sentence in " ".join(done.err.split())) == (2, True), done.err
