@@ -48,7 +48,7 @@ def command(
     Example: sae finetune first --model google/gemma-2-2b
     """
     from ..store.opening import note_when_stopped
-    from ..train.finetune import Opened, Settings, resume_jobs, set_of
+    from ..train.finetune import Opened, Settings, resume_jobs
     from ..train.jobs import NewRun, claim_jobs, run_names
 
     session = start(ctx)
@@ -88,8 +88,6 @@ def command(
                 ]
                 stem = f"finetune-{opened[0].text.hooked.sae.activation.name}"
                 groups = claim_jobs(session.home, new_runs, stem, session.console, claims)
-                if together:
-                    groups = [set_of(groups[0])]
         train_and_print(session, groups)
 
 

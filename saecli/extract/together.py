@@ -94,7 +94,7 @@ def effects_together(
         ce_clean, ce_spliced, kl and tokens as of `passes.effects`; with `means` ce_zero, with zeros at all hook points
         that are replaced, ce_mean, with means there, and ce_recovered; and of each SAE `fvu_spliced`, the error of its
         predictions of what the model has there in the spliced pass, whose inputs the SAEs before it have changed, and
-        `fvu_clean`, that of the same predictions of what it has without any SAE: the error left there.
+        `fvu_clean`, the error of the same predictions of what it has without any SAE: what is left there.
 
     Cost: two forward passes over the tokens, with `means` four.
     """

@@ -168,8 +168,8 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 
 
 def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str]]:
-    """The names of input stores, each with that of the target of its layer, in order of layers; ConfigError unless both
-    have the same layers, each once."""
+    """The names of input stores and, of the same layer, target stores, in order of layers; ConfigError unless both have
+    the same layers, each once."""
     by_layer: list[dict[int, str]] = []
     for option, names in (("--data", data), ("--target", targets)):
         layers: dict[int, str] = {}

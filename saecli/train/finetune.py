@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -239,43 +239,16 @@ def _stream_text(
     return stream, SplicedText(Passes(extraction.model), acts, *parts)
 
 
-@dataclass
-class SetCheckpoint:
-    """The state of all runs of a set, in the checkpoint of the first, so that a kill leaves all at one step."""
+class Members(NamedTuple):
+    """The folders of the runs of a set that is trained at once, and their states until all are known. The checkpoint of
+    the first has all of them, so that a kill leaves all at one step."""
 
     folders: Sequence[Path]
-    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # until all are known
+    states: dict[str, Tensor]  # by run/name
 
     @classmethod
     def of(cls, folders: Iterable[Path]) -> Self:
-        return cls(sorted(folders))
-
-    def load(self, folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
-        """The state of a run, and its progress."""
-        saved = load_checkpoint(self.folders[0])
-        if saved is None:
-            return None
-        begins = f"{folder.name}/"
-        state, progress = saved
-        own = {name: tensor for name, tensor in state.items() if name.startswith(begins)}
-        return {name.removeprefix(begins): tensor for name, tensor in own.items()}, progress
-
-    def save(self, folder: Path, state: dict[str, Tensor], progress: Progress) -> None:
-        """Keep the state of a run; with the last of them all are written."""
-        self.states[folder.name] = state
-        if len(self.states) < len(self.folders):
-            return
-        first, *others = self.folders
-        tensors = {
-            f"{run}/{name}": tensor
-            for run, own in self.states.items()
-            for name, tensor in own.items()
-        }
-        save_checkpoint(first, tensors, progress)
-        self.states.clear()
-        for other in others:
-            if not (other / CHECKPOINT).exists():  # so that it counts as a run to resume
-                save_checkpoint(other, {}, progress)
+        return cls(sorted(folders), {})
 
     def demand_whole(self) -> None:
         """RunError unless the set has a checkpoint, and these are all its runs."""
@@ -292,27 +265,29 @@ class SetCheckpoint:
 class MemberRecord(RunRecord):
     """Writes the files of a run of a set."""
 
-    def __init__(self, run: Run, folder: Path, listener: Listener, of_set: SetCheckpoint) -> None:
+    def __init__(self, run: Run, folder: Path, listener: Listener, members: Members) -> None:
         super().__init__(run, folder, listener)
-        self._set = of_set
+        self._members = members
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
-        return self._set.load(self.folder)
+        saved, begins = load_checkpoint(self._members.folders[0]), f"{self.folder.name}/"
+        if saved is None:
+            return None
+        own = {name: tensor for name, tensor in saved[0].items() if name.startswith(begins)}
+        return {name.removeprefix(begins): tensor for name, tensor in own.items()}, saved[1]
 
     def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
+        """Keep the SAE; with the last of the set write all states."""
         self.keep(sae)
-        self._set.save(self.folder, state, progress)
-
-
-def set_of(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs of new runs that are trained at once."""
-    of_set = SetCheckpoint.of(job.folder for job in jobs)
-    return [replace(job, run=_in_set(job.run, of_set)) for job in jobs]
-
-
-def _in_set(run: Run, of_set: SetCheckpoint | None) -> "FinetuneRun":
-    assert isinstance(run, FinetuneRun)
-    return replace(run, set=of_set)
+        folders, states = self._members
+        states |= {f"{self.folder.name}/{name}": tensor for name, tensor in state.items()}
+        if len({name.partition("/")[0] for name in states}) < len(folders):
+            return
+        save_checkpoint(folders[0], states, progress)
+        states.clear()
+        for other in folders[1:]:
+            if not (other / CHECKPOINT).exists():  # so that it counts as a run to resume
+                save_checkpoint(other, {}, progress)
 
 
 @dataclass(frozen=True)
@@ -322,21 +297,21 @@ class FinetuneRun(Run):
     command: ClassVar[str] = "finetune"
 
     text: SplicedText
-    set: SetCheckpoint | None = None  # of the runs that are trained at once
 
     @property
     def as_one(self) -> bool:
-        return self.set is not None
+        return bool(self.text.together)
 
     def name_to_resume(self, name: str) -> str:
-        if self.set is None or self.plan.start is None:
+        if not self.as_one or self.plan.start is None:
             return name
         return f"'{name.removesuffix(Path(self.plan.start.name).name)}*'"
 
-    def record(self, folder: Path, listener: Listener) -> RunRecord:
-        if self.set is None:
-            return super().record(folder, listener)
-        return MemberRecord(self, folder, listener, self.set)
+    def records(self, runs: Mapping[Path, Run], listener: Listener) -> list[RunRecord]:
+        if not self.as_one:
+            return super().records(runs, listener)
+        members = Members.of(runs)
+        return [MemberRecord(run, folder, listener, members) for folder, run in runs.items()]
 
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
         kind = TogetherLoop if self.as_one else ThroughLoop
@@ -394,13 +369,12 @@ def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitSt
             f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
             f"writes ({error}); begin it anew"
         ) from error
-    as_set = SetCheckpoint.of(folders) if settings.config.together else None
-    if as_set is None and len(folders) > 1:
+    if settings.config.together:
+        Members.of(folders).demand_whole()
+    elif len(folders) > 1:
         raise RunError(
             f"cannot go on with {len(folders)} runs at once: {folder.name} is no part of a set; name one with --name"
         )
-    if as_set is not None:
-        as_set.demand_whole()
     named = [
         ([each["data"], *each.get("beside", [])], each.get("target"))
         for each in documents
@@ -418,8 +392,7 @@ def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitSt
                 raise RunError(
                     f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
                 )
-        run = one.run(settings, document["created"])
-        jobs.append(Job(folder, replace(run, set=as_set)))
+        jobs.append(Job(folder, one.run(settings, document["created"])))
     return jobs
 
 

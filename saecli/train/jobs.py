@@ -316,12 +316,14 @@ def _start_trainings(
         steps[name] = done
         show(sum(steps.values()), f"{name}: {words}")
 
-    for job in jobs:
-        is_main = communicator().is_main
+    records: Sequence[Record] = [Record()] * len(jobs)
+    if communicator().is_main:
+        records = jobs[0].run.records({job.folder: job.run for job in jobs}, listener)
+    for job, record in zip(jobs, records, strict=True):
         try:
             trainings[job.name] = start_training(
                 job.run.plan,
-                job.run.record(job.folder, listener) if is_main else Record(),
+                record,
                 show if alone else partial(show_sum, job.name),
                 len(jobs),
                 communicator(),

@@ -74,8 +74,9 @@ class Run:
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
         return Loop(trainings, alone)
 
-    def record(self, folder: Path, listener: Listener) -> "RunRecord":
-        return RunRecord(self, folder, listener)
+    def records(self, runs: "Mapping[Path, Run]", listener: Listener) -> "list[RunRecord]":
+        """Of the runs of a group, by their folders."""
+        return [RunRecord(run, folder, listener) for folder, run in runs.items()]
 
     @property
     def origin(self) -> dict[str, Any]:

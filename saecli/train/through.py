@@ -181,7 +181,7 @@ class ThroughModel(Solver):
         return self.stepped(batch.size, descend(batch, [self], self._descend_part)[0])
 
     def stepped(self, rows: int, measures: Tensor) -> StepReport:
-        """Step along the gradient that is set, of so many rows in all processes, with `descend`'s measures."""
+        """Step along the gradient that is set, given `descend`'s measures; `rows` counts those of all processes."""
         loss, squared_error, l0 = measures.unbind()
         self.optimizer.step(self.task.learning_rate(self.steps))
         self.steps += 1
@@ -330,7 +330,7 @@ class ThroughLoop(Loop):
         return training.solver
 
     def windows_of(self, training: Training, step: int) -> StepWindows:
-        """A step's windows, of which this process has its part."""
+        """This process' part of a step's windows."""
         communicator = training.rows.communicator
         numbers = self.text.windows_of_step(step, training.plan.training.shuffle_seed)
         own = numbers[communicator.rank :: communicator.world_size]
