@@ -158,12 +158,13 @@ PINNED = {
     "sparsify": "eai-sparsify==1.3.3",
     "dictionary-learning": "dictionary-learning==0.1.0",
     "circuit-tracer": "circuit-tracer==0.5.0",
+    "sae-bench": "sae-bench==0.6.0",
     "sae-probes": "sae-probes==0.4.2",
     "wandb": "wandb==0.31.0",
 }
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
-UNUSED = {"dictionary-learning": "torchvision"}
+UNUSED = {"dictionary-learning": "torchvision", "sae-bench": "torchvision"}
 # Of which only the data are used, and none of the many packages that it requires.
 ALONE = {"sae-probes"}
 

@@ -19,7 +19,7 @@ from model_hub import WRITER, serving
 from tiny_models import LAYERS, WIDTH, save_model
 from transformers import LlamaForCausalLM
 
-from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK
+from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save, save_all
 
@@ -156,6 +156,28 @@ def test_circuit_tracer_attributes_a_prompt_to_the_latents_of_a_set(tmp_path: Pa
     assert len(layer) == int((codes != 0).sum()) > 100
     np.testing.assert_allclose(graph["activations"], codes[layer, position, latent], atol=1e-4)
     assert np.isfinite(graph["edges"]).all() and graph["edges"].any(1).sum() > len(layer) / 2
+
+
+@pytest.mark.long
+def test_saebench_takes_an_sae_with_unit_decoder_vectors_and_its_reconstructions(
+    tmp_path: Path,
+) -> None:
+    python = python_with("sae-bench")
+    rows = torch.randn(6, 50, D, generator=torch.Generator().manual_seed(2))
+    np.save(tmp_path / "rows.npy", rows.numpy())
+    saes = {kind.name: sae_with(kind) for kind in (TopK, BatchTopK, JumpRelu)}
+    saes["topk"].W_dec[3] = 0
+    for name, sae in saes.items():
+        save(SavedSAE(sae, ORIGIN), "native", tmp_path / "runs" / name)
+    words = [python, SCRIPTS / "sae_bench.py", tmp_path]
+    done = captured(words, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[1])})
+    assert done.returncode == 0, done.stderr
+    for name, sae in saes.items():
+        with np.load(tmp_path / f"{name}.npz") as theirs:
+            assert_agree(sae(rows), theirs["x_hat"])
+            np.testing.assert_array_equal(theirs["decoded"], theirs["x_hat"])
+            assert_agree(sae.encode(rows) * sae.W_dec.norm(dim=1), theirs["codes"])
+            assert str(theirs["hook"]) == "blocks.8.hook_resid_post"
 
 
 def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> None:
