@@ -298,23 +298,19 @@ class FinetuneRun(Run):
 
     text: SplicedText
 
-    @property
-    def as_one(self) -> bool:
-        return bool(self.text.together)
-
     def name_to_resume(self, name: str) -> str:
-        if not self.as_one or self.plan.start is None:
+        if not self.plan.as_one or self.plan.start is None:
             return name
         return f"'{name.removesuffix(Path(self.plan.start.name).name)}*'"
 
     def records(self, runs: Mapping[Path, Run], listener: Listener) -> list[RunRecord]:
-        if not self.as_one:
+        if not self.plan.as_one:
             return super().records(runs, listener)
         members = Members.of(runs)
         return [MemberRecord(run, folder, listener, members) for folder, run in runs.items()]
 
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
-        kind = TogetherLoop if self.as_one else ThroughLoop
+        kind = TogetherLoop if self.plan.as_one else ThroughLoop
         return kind(trainings, self.text, alone)
 
     @property

@@ -228,7 +228,7 @@ def train_runs(
     """
     if jobs[0].result is not None:
         return [jobs[0].document(jobs[0].result)], {}
-    as_one = jobs[0].run.as_one
+    as_one = jobs[0].run.plan.as_one
     try:
         for job in jobs:
             _begin(job, listener)
@@ -277,7 +277,7 @@ def _train(
         title, total = "training", jobs[0].run.plan.steps
     else:
         title, total = f"training {len(jobs)} SAEs", None
-        if jobs[0].run.as_one:
+        if jobs[0].run.plan.as_one:
             total = jobs[0].run.plan.steps
     with listener.progress(title, total, "steps") as show:
         trainings = _start_trainings(jobs, listener, alone, show, errors)
@@ -328,7 +328,7 @@ def _start_trainings(
                 len(jobs),
                 communicator(),
                 shared=None
-                if job.run.as_one
+                if job.run.plan.as_one
                 else next((training.rows for training in trainings.values()), None),
             )
         except Exception as error:  # reported at the end, when the others have finished

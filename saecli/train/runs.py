@@ -62,11 +62,6 @@ class Run:
     plan: Plan
     created: str
 
-    @property
-    def as_one(self) -> bool:
-        """Whether all runs of a group are one training, each on rows of its own."""
-        return False
-
     def name_to_resume(self, name: str) -> str:
         """What --name takes for the run of this name."""
         return name

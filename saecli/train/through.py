@@ -300,6 +300,10 @@ class FinetunePlan(Plan):
     def batches(self) -> int:
         return EPOCH
 
+    @property
+    def as_one(self) -> bool:
+        return isinstance(self.solver, Finetune) and self.solver.together
+
 
 class ThroughLoop(Loop):
     """Pushes each solver the windows of a step; every `EPOCH` steps SAEs are kept, with measures on held-out rows."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from homes import CommandLine, assert_same_weights, make_run, make_store, some_rows, weights
-from launching import signalled
+from launching import signalled, together
 from model_hub import ModelHub
 from safetensors.torch import load_file
 from tiny_models import LAYERS, WIDTH, save_model
@@ -408,6 +408,23 @@ def test_a_set_killed_and_resumed_equals_one_never_stopped(sae, home):
         assert read_metrics(home / "runs" / f"u-{name}") == read_metrics(
             home / "runs" / f"k-{name}"
         )
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_set_that_one_does(sae, home):
+    assert sae(TRAIN, *PAIRS).status == 0
+    words = [*TUNE.split()[:-1], "alone", "--tokens", "30000", "--json"]
+    alone = sae(*words).json["runs"]
+    words[words.index("alone")] = "both"
+    both = together(2, "--home", home, *words)
+    assert both.status == 0, both.err
+    for one, other in zip(alone, both.json["runs"], strict=True):
+        assert other["after"]["loss"] == pytest.approx(one["after"]["loss"], rel=1e-4)
+    for name in SET:
+        for key, tensor in weights(home, f"alone-{name}").items():
+            torch.testing.assert_close(
+                weights(home, f"both-{name}")[key], tensor, rtol=1e-3, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize(
