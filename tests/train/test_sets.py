@@ -1,8 +1,12 @@
 """Sets of transcoders, one for each layer: trained, exported, pushed, and evaluated and fine-tuned at once."""
 
+import gzip
 import json
 import shutil
+import sys
+import zlib
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 import yaml
 from homes import CommandLine, assert_same_weights, make_run, make_store, some_rows, weights
-from launching import signalled, together
+from launching import captured, signalled, together
 from model_hub import ModelHub
 from safetensors.torch import load_file
 from tiny_models import LAYERS, WIDTH, save_model
@@ -183,6 +187,40 @@ def test_other_formats_have_one_sae_in_a_folder(sae, home, model, tmp_path):
     done = sae("export", "r-*", "--to", "saelens", "--out", tmp_path / "out")
     assert done.status == 2 and f"saelens has one SAE in a folder, got {LAYERS}" in done.err
     assert "native has one SAE" in sae("push", "r-*", "someone/saes", "--format", "native").err
+
+
+@pytest.mark.slow
+def test_the_example_texts_of_a_set_are_where_circuit_tracer_looks_for_them(
+    sae, home, model, tmp_path
+):
+    assert sae(TRAIN, *PAIRS).status == 0
+    sae("export", "t-*", "--to", "circuit-tracer", "--out", tmp_path / "set")
+    script = Path(__file__).parents[2] / "examples" / "tracer_features.py"
+    graphs = tmp_path / "graphs"
+    words = ["t-*", tmp_path / "set", "--model", model, "--local", graphs, "--home", home]
+    done = captured([sys.executable, script, *words])
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())["scan"].startswith("./")
+    index = json.loads(gzip.decompress((tmp_path / "set/features/index.json.gz").read_bytes()))
+    assert [*index] == [*map(str, range(LAYERS))]
+    store = saecli.open_store("m-l1-mlp_in", home).split("all")
+    (rows,) = store.sequential(100_000)
+    codes = saecli.load_sae(SET[1], home).encode(torch.from_numpy(rows.copy()))
+    content, offsets = (tmp_path / "set/features/layer_1.bin").read_bytes(), index["1"]["offsets"]
+    assert len(offsets) == 33 and offsets[-1] == len(content)
+    for latent, (start, end) in enumerate(pairwise(offsets)):
+        assert int.from_bytes(content[start : start + 4], "little") == end - start - 4
+        document = json.loads(zlib.decompress(content[start + 4 : end]))
+        pair = (1 + latent) * (2 + latent) // 2 + latent  # Cantor's
+        assert json.loads((graphs / f"features/{pair}.json").read_text()) == document
+        largest = codes[:, latent].max().item()
+        assert document["act_max"] == pytest.approx(largest, rel=1e-5)
+        best = document["examples_quantiles"][0]["examples"]
+        assert len(best[0]["tokens"]) == len(best[0]["tokens_acts_list"])
+        assert best[0]["tokens_acts_list"][best[0]["train_token_ind"]] == pytest.approx(largest)
+        frequency = (codes[:, latent] != 0).double().mean().item()
+        assert document["activation_frequency"] == pytest.approx(frequency)
+        assert sum(document["histogram"]) == (codes[:, latent] != 0).sum()
 
 
 @pytest.mark.slow
