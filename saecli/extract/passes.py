@@ -228,10 +228,12 @@ class CleanPass:
         """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
         written, or at these alone; differentiable in it."""
         writes = writes or self.writes
-        values = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
+        return self.filled(dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True)))
 
+    def filled(self, values: Mapping[HookPoint, Tensor]) -> Tensor:
+        """As `spliced`, with (n, E) or (E,) of each hook point."""
         return self.changed(
-            writes, lambda point, activations: self.with_rows(activations, values[point])
+            (*values,), lambda point, activations: self.with_rows(activations, values[point])
         )
 
     def replaced_rows(self, activations: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ class CleanPass:
         return activations[self._replaced]
 
     def with_rows(self, activations: Tensor, rows: Tensor) -> Tensor:
-        """Activations with others, (n, D), at the windows' rows."""
+        """Activations with others, (n, D) or (D,), at the windows' rows."""
         return activations.index_put((self._replaced,), rows.to(activations))
 
     def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:

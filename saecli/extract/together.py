@@ -33,7 +33,7 @@ def demand_together(acts: Sequence[Hooked]) -> None:
             )
         if at.written in written:
             raise ConfigError(
-                f"{written[at.written]} and {at.name} both replace layer {at.written.layer}, {at.written.site}: "
+                f"{written[at.written]} and {at.name} both replace {at.written}: "
                 "expected one for each hook point; leave one out"
             )
         written[at.written] = at.name
@@ -45,14 +45,14 @@ class TogetherPass(CleanPass):
     def __init__(
         self, passes: Passes, windows: Sequence[StoredWindow], acts: Sequence[Hooked]
     ) -> None:
-        points = tuple(dict.fromkeys(point for at in acts for point in (at.read, at.written)))
-        super().__init__(passes, windows, points, points)
+        widths = {at.written: at.sae.d_out for at in acts} | {at.read: at.sae.d_in for at in acts}
+        super().__init__(passes, windows, (*widths,), (*widths,))
         self.acts = acts
-        at_points = dict(zip(points, self.x.chunk(len(points), 1), strict=True))
+        at_points = dict(zip(widths, self.x.split([*widths.values()], 1), strict=True))
         self.rows_of = [(at_points[at.read], at_points[at.written]) for at in acts]  # x, y of each
 
     def together(self, predict: Predict) -> Tensor:
-        """The inputs of the head, (n, d_model), with `predict(number, x, y)`, (n, E), in place of the activations y
+        """The inputs of the head, (m, d_model), with `predict(number, x, y)`, (n, E), in place of the activations y
         that the SAE of that number replaces, given x, (n, D), that it reads, both of this pass; differentiable."""
         read: dict[int, Tensor] = {}
 
@@ -64,8 +64,8 @@ class TogetherPass(CleanPass):
                 x = y if at.read == point else read.get(number)
                 if x is None:
                     raise ConfigError(
-                        f"cannot splice {at.name}: it reads layer {at.read.layer}, {at.read.site} after layer "
-                        f"{at.written.layer}, {at.written.site}, which it predicts; leave it out"
+                        f"cannot splice {at.name}: it reads {at.read} after {at.written}, which it predicts; "
+                        "leave it out"
                     )
                 activations = self.with_rows(activations, predict(number, x, y))
             for number, at in enumerate(self.acts):  # what the one that writes here has left
@@ -81,13 +81,13 @@ def effects_together(
     passes: Passes,
     windows: Iterable[StoredWindow],
     acts: Sequence[Hooked],
-    means: Tensor | None = None,
+    means: Sequence[Tensor] | None = None,
     show: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """Splice SAEs into a model at once.
 
     Args:
-        means: of the rows that each SAE predicts, side by side; None for no ablation.
+        means: of the rows that each SAE predicts, (E,); None for no ablation.
         show: called after each batch with the number of tokens done.
 
     Returns:
@@ -99,6 +99,7 @@ def effects_together(
     Cost: two forward passes over the tokens, with `means` four.
     """
     device, written = passes.model.device, tuple(at.written for at in acts)
+    mean_at = dict(zip(written, means or [], strict=means is not None))
     errors = [
         tuple(Reconstruction(at.sae.d_out, at.sae.d_sae, device=device) for _ in range(2))
         for at in acts
@@ -118,8 +119,7 @@ def effects_together(
 
         others = [clean.together(predict)]
         if means is not None:
-            others.append(clean.zeroed(written))
-            others.append(clean.spliced(means.to(device).expand(len(clean.states), -1), written))
+            others += [clean.zeroed(written), clean.filled(mean_at)]
         losses, ce, kl = clean.compared(others)
         sums += torch.stack([kl[0], losses.sum(dtype=torch.float64), *ce]).cpu()
         tokens += len(clean.states)

@@ -41,7 +41,7 @@ def together(
     for at in acts:
         at.check(source.d_model, source.layers, source.name)
     passes = Passes(LanguageModel(source, measured_saes[0].sae.W_enc.device, head=True))
-    means = torch.cat([_mean(each) for each in measured_saes])
+    means = [_mean(each) for each in measured_saes]
     rows = measured_saes[0].of_store
     wanted = min(tokens or TOKENS, rows.rows)
     with listener.progress("splicing all at once", wanted, "tokens") as show:
@@ -70,4 +70,4 @@ def _demand_same_tokens(
 def _mean(measured: Measured) -> Tensor:
     """The mean of the rows that are predicted, (E,)."""
     mean = torch.from_numpy(measured.rows.spread().mean)
-    return mean[-measured.sae.d_out :].to(torch.float32)
+    return mean[-measured.sae.d_out :].to(measured.sae.W_enc)
