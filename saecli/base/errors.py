@@ -113,6 +113,13 @@ def demand_at_least(option: str, value: float | None, least: int = 1) -> None:
         raise ConfigError(f"{flag_of(option)} must be at least {least}, got {value}")
 
 
+def demand_text(option: str, text: object) -> None:
+    """ConfigError for an empty text, or one that is not Unicode: a command line of other bytes has such."""
+    unreadable = isinstance(text, str) and text != text.encode(errors="ignore").decode()
+    if not text or unreadable:
+        raise ConfigError(f"{option} must not be empty, and in UTF-8, got {text!a:.60}")
+
+
 def number(value: float | int | None) -> str:
     """A figure in a table: counts in full, measures to four significant digits, None as a dash."""
     if value is None:

@@ -189,8 +189,8 @@ class Chats:
             NotImplementedError,
         ) as error:
             raise ModelError(
-                f"{where} does not fit the chat template: {one_line(error)}; correct it, or name another "
-                "template with --chat-template"
+                f"{where} does not fit the chat template: {one_line(error)}; correct it, or, to store it, name "
+                "another template with --chat-template"
             ) from error
 
 

@@ -19,7 +19,7 @@ from scipy.sparse import csc_array, csr_array, vstack
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, ModelError, demand_at_least, unknown_choice
+from ..base.errors import ConfigError, ModelError, demand_at_least, demand_text, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
@@ -169,12 +169,6 @@ def _firing_on_store(home: Home, opened: tuple[Subject, SavedSAE], device: str) 
     return firing
 
 
-def _demand_text(text: str | Messages, name: str) -> None:
-    unreadable = isinstance(text, str) and text != text.encode(errors="ignore").decode()
-    if not text or unreadable:
-        raise ConfigError(f"{name} must not be empty, and in UTF-8, got {text!a:.60}")
-
-
 class _Described(NamedTuple):
     """Which latents are described, and what is known of them."""
 
@@ -244,7 +238,7 @@ def read(
     demand_at_least("top", top)
     texts = {"the text": text} | ({} if compare is None else {"--compare": compare})
     for name, words in texts.items():
-        _demand_text(words, name)
+        demand_text(name, words)
     if isinstance(latents, str) and latents != "listed":
         raise unknown_choice("latents", latents, ["listed"])
     listener, home = listening(progress), Home.at(home)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.documents import point_words
-from ..base.errors import ConfigError, counted, unknown_choice
+from ..base.errors import ConfigError, counted, demand_text, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import find_model
@@ -291,8 +291,7 @@ def steer(
 
 def _token_ids(model: LanguageModel, prefix: list[int], prompt: str, most: int) -> Tensor:
     """A prompt's tokens, (1, T), after the special ones that windows begin with."""
-    if not prompt or prompt != prompt.encode(errors="ignore").decode():
-        raise ConfigError(f"--prompt must be a text to continue, in UTF-8, got {prompt!a}")
+    demand_text("--prompt", prompt)
     token_ids = model.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     if token_ids[: len(prefix)] != prefix:
         token_ids = [*prefix, *token_ids]

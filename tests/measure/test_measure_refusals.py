@@ -136,7 +136,7 @@ COMMANDS = [
     (f"steer first {ONE} --layer 2", 2, "--layer"),
     (f"steer first {ONE} --max-new-tokens 200", 2, "--max-new-tokens must be at most 12"),
     (f"steer first {ONE} --prompt ''", 2, "--prompt"),
-    (f"steer first {ONE} --prompt \udcff", 2, "--prompt must be a text to continue, in UTF-8"),
+    (f"steer first {ONE} --prompt \udcff", 2, "--prompt must not be empty, and in UTF-8"),
     (f"steer backwards {ONE}", 2, "reads layer 1, resid_post after layer 0, resid_post"),
     (f"steer wide {ONE}", 2, "width, 128, got 16"),
     (f"steer deep {ONE}", 2, "--layer must be from 0 to 3"),
