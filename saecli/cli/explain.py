@@ -66,7 +66,7 @@ def command(
     Labels are added to labels.json in the run's folder, and shown by read, report, steer and sparsity, but for rules
     that are near chance. Labels given by hand or taken with --labels go before.
 
-    With --endpoint and --model-name a language model labels latents too, and judges all labels: told one, in which
+    With --endpoint and --model-name a language model labels latents too, and judges all labels: given one, in which
     excerpts does the latent fire (detection), and are the marked tokens those on which it does (fuzzing)? Beside the
     model's labels and the rules' stand the model's, shuffled: the floor. The key is OPENAI_API_KEY, or for Hugging
     Face's servers your token. Answers are kept in answers.jsonl, next to the labels: the same command again sends what

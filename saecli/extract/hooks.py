@@ -94,7 +94,7 @@ class Modules:
         return ".".join(filter(None, (self.path, str(point.layer), inner))), side
 
     def name(self, path: str) -> str:
-        """The name of a module in the model with a head, of which this may be the part without."""
+        """The name of a module in the model with a head; this may be the part without."""
         is_base = getattr(self.model, "base_model", None) is self.model
         return f"{self.model.base_model_prefix}.{path}" if is_base else path
 

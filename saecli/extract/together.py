@@ -1,7 +1,7 @@
 """Several SAEs or transcoders in one forward pass, such as a set of transcoders of all layers.
 
 Each encodes what it reads in that pass, where those before it have already replaced activations; so the errors of a
-layer reach the next. The rows replaced are those of a store's windows, as when an SAE is spliced alone.
+layer reach the next. It replaces the rows of a store's windows, as when an SAE is spliced alone.
 
 Shapes: n rows of a forward pass, D = d_in, E = d_out.
 """

@@ -1,4 +1,4 @@
-"""Labels of an SAE's latents, with scores on held-out texts beside those of the same labels shuffled among latents."""
+"""Labels of an SAE's latents, scored on held-out texts, also with the labels shuffled among latents."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -54,7 +54,7 @@ def explain(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
         latents: those to label; by default all that fire on the rows read.
         count: label only this number of them, drawn at random.
-        labels: take those of others instead, from this file or folder of files; see `others_labels`.
+        labels: take other people's labels, from this file or folder of files; see `others_labels`.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
         **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
             `max_tokens`, `dry_run`; see `endpoint.Server`.

@@ -1,8 +1,8 @@
 """Labels of latents by a language model, and scores of labels by it: detection and fuzzing.
 
-    detection   told a label, does the latent fire in an excerpt? On some it does; on others it is silent: at random, or
+    detection   given a label, does the latent fire in an excerpt? In some it does; in others it is silent: random, or
                 `near`, where a latent near it fires
-    fuzzing     told a label, are the marked tokens of an excerpt those on which the latent fires? In half of the
+    fuzzing     given a label, does the latent fire on the marked tokens of an excerpt? In half of the
                 excerpts they are; in the others, as many others are marked at random
 
 A score is a balanced accuracy, the mean of the fractions of yes and of no that are right: 0.5 for a judge that guesses,
@@ -87,7 +87,7 @@ EXAMPLES = {  # an earlier turn of the chat, without which small models do not a
 
 @dataclass(frozen=True)
 class Question:
-    """Excerpts on each of which the judge says yes or no."""
+    """Excerpts, each with a yes or no from the judge."""
 
     chat: Chat
     kinds: tuple[str, ...]  # of each excerpt, as in `SCORES`
@@ -148,7 +148,7 @@ def detection(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Quest
 
 
 def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Question]:
-    """Questions on the firing excerpts, of which a random half is marked wrongly.
+    """Questions on the firing excerpts; a random half is marked wrongly.
 
     Those in which most tokens are active are left out: there are not as many others to mark.
     """

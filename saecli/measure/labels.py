@@ -112,7 +112,7 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
 
 
 def _table(path: Path) -> pandas.DataFrame:
-    """The columns of a file, as text; those of latents and labels by our names."""
+    """The columns of a file, as text; latents and labels by our names."""
     name = path.name.removesuffix(".gz")
     try:
         regular(path)

@@ -5,7 +5,7 @@ all rules that with the largest balanced accuracy on training tokens is chosen,
 
     BA = 1/2 + sum over the values of (p_v - q_v) / 2
 
-where p_v is the fraction of the firings that have value v, and q_v that of the silent tokens, so that the best values
+where p_v is the fraction of the firings that have value v, and q_v the fraction of the silent tokens: the best values
 of a kind are found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4, so
 that labels say more of strong ones. Of k firings with a value `sqrt(k)`, their standard deviation, may be chance, and
 do not count. Each further value must add `LEAST_GAIN`; kinds that say less, or have more values to choose from, have a
@@ -52,7 +52,7 @@ class Tokens:
         return np.array([function(text) for text in self._texts], object)[self._which]
 
     def before(self, step: int = 1) -> np.ndarray:
-        """The token so many tokens before each in its window; negative: after it."""
+        """The token `step` tokens before each in its window; negative: after it."""
         windows = self.corpus.windows
         return np.where(np.roll(windows, step) == windows, np.roll(self.own, step), "")
 

@@ -135,7 +135,7 @@ def together_tables(
 
 
 def _by_source(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each run's name and measures, and after it those of each source of a mixture of texts."""
+    """Each run's name and measures, and after it the measures of each source of a mixture."""
     for run in runs:
         yield run["run"], run
         for source in run.get("sources", ()):
@@ -420,7 +420,7 @@ def explanation_tables(document: Mapping[str, Any], top: int) -> list[Renderable
             if line["latent"] in chosen
         ]
         measures = [*document["judged"][0]["scores"]]
-        title = "balanced accuracies of a language model that is told the label"
+        title = "balanced accuracies of a language model that is given the label"
         shown += [
             table(title, ["latent", "labels", "label", *measures], rows),
             _means_table("mean over latents", document["judged_scores"], measures),

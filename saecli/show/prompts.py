@@ -31,7 +31,7 @@ def write_prompt_page(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def prompt_tables(document: Mapping[str, Any]) -> list[RenderableType]:
-    """Each token's strongest latents, a line each; then those of the whole text, or that differ most between two."""
+    """Each token's strongest latents, a line each; then the whole text's, or the ones that differ most between two."""
     tokens, rows, part = document["tokens"], document["store_rows"], document["compare"]
     lines = [_token_line(position, token) for position, token in enumerate(tokens[:TOKENS_LISTED])]
     if (more := len(tokens) - TOKENS_LISTED) > 0:
@@ -113,7 +113,7 @@ def coloured(document: Mapping[str, Any]) -> list[RenderableType]:
 
 @dataclass(frozen=True)
 class ColouredText:
-    """A text, each token's background by its code; without colours, the code beside the token."""
+    """A text, each token's background by its code; without colours, the code after the token."""
 
     tokens: Sequence[Mapping[str, Any]]
     codes: Mapping[int, float]  # by position

@@ -181,7 +181,7 @@ class ThroughModel(Solver):
         return self.stepped(batch.size, descend(batch, [self], self._descend_part)[0])
 
     def stepped(self, rows: int, measures: Tensor) -> StepReport:
-        """Step along the gradient that is set, given `descend`'s measures; `rows` counts those of all processes."""
+        """Step along the gradient that is set, given `descend`'s measures; `rows` counts the rows of all processes."""
         loss, squared_error, l0 = measures.unbind()
         self.optimizer.step(self.task.learning_rate(self.steps))
         self.steps += 1
@@ -294,7 +294,7 @@ def _between(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FinetunePlan(Plan):
-    """Its training rows are the sample that gives the normalisation, its test rows those of held-out windows."""
+    """Its training rows are the sample that gives the normalisation, its test rows are of held-out windows."""
 
     @cached_property
     def batches(self) -> int:
