@@ -1,5 +1,6 @@
 """Models that predict masked tokens: their sites and effects against own hooks; rows are in test_windows_begin.py."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine
+from plain_hooks import noted, replaced
 from tiny_models import loaded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
@@ -92,37 +94,24 @@ def test_sites_of_an_encoder_are_what_plain_hooks_see(tmp_path: Path, kind: str)
     folder = masked_model(tmp_path, kind)
     model = loaded(folder)
     mask = torch.ones_like(IDS)
+    sites = MODERN if kind == "modernbert" else BERT
     for layer, block in enumerate(model.blocks):
-        seen: dict[str, Tensor] = {}
-        sites = MODERN if kind == "modernbert" else BERT
-        for site, (path, side) in {**sites, "resid_post": ("", "out")}.items():
-
-            def hook(
-                _: Any,
-                args: Any,
-                kw: Any,
-                out: Any,
-                site: str = site,
-                side: str = side,
-                seen: Any = seen,
-            ) -> None:
-                out = out[0] if isinstance(out, tuple) else out
-                given = args[0] if args else kw["hidden_states"]
-                seen[site] = (given if side == "in" else out).clone()
-
-            block.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-        model.forward(IDS, mask)
-        for site in {*SITES} - {"resid_pre"}:
-            expected = seen[site].clone()
-            (found,) = model.read(IDS, mask, [HookPoint(layer, site)], torch.clone)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        other = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(2))
-        with model.modules.intercepted(HookPoint(layer, "resid_mid"), lambda _, x=other: x):
+        with ExitStack() as hooks:
+            seen = {
+                site: hooks.enter_context(noted(block.get_submodule(path), side))
+                for site, (path, side) in {**sites, "resid_post": ("", "out")}.items()
+            }
             model.forward(IDS, mask)
-        after = other + seen["mlp_out"]
+            for site in {*SITES} - {"resid_pre"}:
+                (found,) = model.read(IDS, mask, [HookPoint(layer, site)], torch.clone)
+                torch.testing.assert_close(found, seen[site][0], rtol=0, atol=0)
+            other = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(2))
+            with model.modules.intercepted(HookPoint(layer, "resid_mid"), lambda _, x=other: x):
+                model.forward(IDS, mask)
+        after = other + seen["mlp_out"][-1]
         if kind in ("bert", "roberta"):
             after = block.output.LayerNorm(after)
-        torch.testing.assert_close(seen["resid_post"], after, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(seen["resid_post"][-1], after, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -160,17 +149,9 @@ def test_effects_are_of_masked_tokens(sae: CommandLine, tmp_path: Path, kind: st
             return new
 
         logits = model(given).logits
-        if side == "in":
-            handle = module.register_forward_pre_hook(lambda _, args: (swapped(args[0]),))
-        else:
-            handle = module.register_forward_hook(
-                lambda _, __, out: (
-                    (swapped(out[0]), *out[1:]) if isinstance(out, tuple) else swapped(out)
-                )
-            )
-        replaced = model(given).logits
-        handle.remove()
-        p, q = (each[hidden].detach().double().log_softmax(-1) for each in (logits, replaced))
+        with replaced(module, swapped, side):
+            spliced_logits = model(given).logits
+        p, q = (each[hidden].detach().double().log_softmax(-1) for each in (logits, spliced_logits))
         target = torch.from_numpy(ids)[None][hidden][:, None]
         clean -= float(p.gather(1, target).sum())
         spliced -= float(q.gather(1, target).sum())

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, random_sae, steerable
-from tiny_models import LAYERS, VOCABULARY, loaded, save_model, stored
+from plain_hooks import effects_by_hooks, noted, replaced
+from tiny_models import LAYERS, VOCABULARY, save_model, stored
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.options import HookPoint
+from saecli.extract.splice import StoredWindow
 from saecli.store.schema import StoreMeta
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -32,16 +33,8 @@ def text(tmp_path: Path) -> Path:
 
 def own_hook(model: Any, path: str, side: str, ids: Tensor) -> Tensor:
     """What a plain hook sees there, (B, T, D)."""
-    seen: list[Tensor] = []
-
-    def hook(_: Any, args: tuple, kwargs: dict, output: Any) -> None:
-        given = args[0] if args else kwargs["hidden_states"]
-        returned = output[0] if isinstance(output, tuple) else output
-        seen.append((given if side == "in" else returned).detach().clone())
-
-    handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-    model(ids)
-    handle.remove()
+    with noted(model.get_submodule(path), side) as seen:
+        model(ids)
     return seen[0]
 
 
@@ -101,26 +94,14 @@ def test_the_module_of_a_site_is_that_site(sae: CommandLine, tmp_path: Path, tex
         assert by_name["cached"] and by_name["name"] == by_site["name"]
 
 
-def test_a_pass_ends_after_the_last_module(tmp_path: Path):
-    model, ran = loaded(save_model(tmp_path, "llama")), []
-    for index, block in enumerate(model.blocks):
-        block.mlp.act_fn.register_forward_hook(lambda *_, index=index: ran.append(index))
-    points = model.modules.points("model.layers.1.self_attn.q_proj:out")
-    assert points == [HookPoint(1, "self_attn.q_proj:out")]
-    model.read(TOKENS, torch.ones_like(TOKENS), points, torch.clone)
-    assert ran == [0]
-
-
 def replaced_by_hand(model: Any, path: str, replace: Callable[[Tensor], Tensor]) -> Tensor:
     """The logits with a module's input replaced but for the first token."""
 
-    def hook(_: Any, args: tuple) -> tuple:
-        return (torch.cat([args[0][:, :1], replace(args[0][:, 1:])], 1),)
+    def but_first(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], replace(x[:, 1:])], 1)
 
-    handle = model.get_submodule(path).register_forward_pre_hook(hook)
-    logits = model(TOKENS).logits
-    handle.remove()
-    return logits
+    with replaced(model.get_submodule(path), but_first, "in"):
+        return model(TOKENS).logits
 
 
 def test_spliced_and_steering_act_at_a_module(tmp_path: Path):
@@ -147,25 +128,11 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     trained = saecli.load_sae("run", home=sae.home)
     assert trained.metadata["site"] == "mlp.down_proj:in" and trained.d_in == 24
     model = AutoModelForCausalLM.from_pretrained(folder)
-    total = count = 0
-    rows = saecli.open_store("rows", home=sae.home).split("test")
-    for ids, kept in rows.windows(None):
-        tokens = torch.from_numpy(ids)[None]
-
-        def hook(_: Any, args: tuple, kept: Any = kept) -> tuple:
-            x = args[0].clone()
-            x[0, torch.from_numpy(kept)] = trained(x[0, torch.from_numpy(kept)])
-            return (x,)
-
-        clean = model(tokens).logits[0].double().log_softmax(-1)
-        module = model.get_submodule("model.layers.1.mlp.down_proj")
-        handle = module.register_forward_pre_hook(hook)
-        spliced = model(tokens).logits[0].double().log_softmax(-1)
-        handle.remove()
-        kl = (clean.exp() * (clean - spliced)).sum(-1).detach()
-        total += float(kl[torch.from_numpy(kept)].sum())
-        count += int(kept.sum())
-    assert measured["kl"] == pytest.approx(total / count, rel=1e-3) and measured["kl"] > 0
+    windows = saecli.open_store("rows", home=sae.home).split("test").windows(None)
+    module = model.get_submodule("model.layers.1.mlp.down_proj")
+    stored_windows = [StoredWindow(*window) for window in windows]
+    expected = effects_by_hooks(model, module, stored_windows, trained, "in")["kl"]
+    assert measured["kl"] == pytest.approx(expected, rel=1e-3) and measured["kl"] > 0
     document = sae("read run --json --prompt abcabc").json
     assert (document["layer"], document["site"]) == (1, "mlp.down_proj:in")
     steered = sae("steer run --latent 3 --scale 9 --prompt abc --max-new-tokens 3")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, random_sae
+from plain_hooks import assert_same_effects, effects_by_hooks, replaced
 from tiny_models import loaded, save_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, Gemma3nTextConfig
 
@@ -57,25 +58,6 @@ def exact_model() -> Any:
     return AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], **settings)
 
 
-def hooked_logits(model: Any, site: str, layer: int, token_ids: Tensor, replace: Any) -> Tensor:
-    block = model.model.layers[layer]
-    module = block.get_submodule(SITES[site])
-
-    def on_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return replace(output[0])[None]
-
-    def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
-        return (replace(args[0][0])[None], *args[1:]), kwargs
-
-    if site == "resid_pre":
-        handle = module.register_forward_pre_hook(on_input, with_kwargs=True)
-    else:
-        handle = module.register_forward_hook(on_output)
-    logits = model(input_ids=token_ids[None]).logits[0]
-    handle.remove()
-    return logits.log_softmax(-1)
-
-
 @pytest.mark.parametrize(("layer", "site"), PLACES)
 def test_effects_are_those_of_a_hook_in_float64(
     layer: int, site: str, gemma: LanguageModel, windows: list[StoredWindow], small_blocks: None
@@ -84,35 +66,11 @@ def test_effects_are_those_of_a_hook_in_float64(
     place = (HookPoint(layer, site),)
     found = effects([Passes(gemma)], windows, place, [place], saes, lambda tokens: None)
     model = exact_model()
+    module = model.model.layers[layer].get_submodule(SITES[site])
+    side = "in" if site == "resid_pre" else "out"
     for (got,), sae in zip(found, saes, strict=True):
-        exact = sae.copy_to(torch.float64)
-        losses: dict[str, list[Tensor]] = {"clean": [], "spliced": [], "zero": []}
-        divergences = []
-        for window in windows:
-            token_ids, rows = map(torch.from_numpy, window)
-            log_probabilities = {}
-            for name, replace in {
-                "clean": lambda x: x,
-                "spliced": lambda x, rows=rows, sae=exact: torch.where(rows[:, None], sae(x), x),
-                "zero": torch.zeros_like,
-            }.items():
-                with torch.no_grad():
-                    values = hooked_logits(model, site, layer, token_ids, replace)
-                nll = functional.nll_loss(values[:-1], token_ids[1:], reduction="none")
-                losses[name].append(nll[rows[:-1]])
-                log_probabilities[name] = values[rows]
-            p, q = log_probabilities["clean"], log_probabilities["spliced"]
-            divergences.append((p.exp() * (p - q)).sum(-1))
-        clean, spliced, zero = (float(torch.cat(parts).mean()) for parts in losses.values())
-        expected = {
-            "ce_clean": clean,
-            "ce_spliced": spliced,
-            "ce_zero": zero,
-            "ce_recovered": (zero - spliced) / (zero - clean),
-            "kl": float(torch.cat(divergences).mean()),
-            "tokens": sum(int(window.replaced.sum()) for window in windows),
-        }
-        assert got == pytest.approx(expected, rel=1e-5)
+        expected = effects_by_hooks(model, module, windows, sae.copy_to(torch.float64), side)
+        assert_same_effects(got, expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
@@ -134,8 +92,9 @@ def test_the_gradient_is_that_of_plain_torch(
         own = next(given)
         with torch.no_grad():
             p = model(input_ids=token_ids[None]).logits[0].log_softmax(-1)
-        replace = lambda x, own=own, rows=rows: x.index_put((rows,), own)  # noqa: E731
-        q = hooked_logits(model, "resid_post", 2, token_ids, replace)
+        replace = lambda x, own=own, rows=rows: x[0].index_put((rows,), own)[None]  # noqa: E731
+        with replaced(model.model.layers[2], replace):
+            q = model(input_ids=token_ids[None]).logits[0].log_softmax(-1)
         if objective == "kl":
             total = total + (p.exp() * (p - q)).sum(-1)[rows].sum()
         else:

@@ -1,7 +1,5 @@
 """`saecli.spliced` against hooks written by hand, finite differences in float64, and `sae eval`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, random_sae, steerable
+from plain_hooks import Replace, blocks, noted, replaced
 from tiny_models import CONFIGS, WIDTH, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,6 @@ MIDDLE = {"layer": 1, "site": "resid_post"}
 MLP = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
 BOS, EOS = 1, 2
 TARGET = 7  # a token
-Replace = Callable[[Tensor], Tensor]
 
 
 def at(place: dict[str, Any], activation: Activation | None = None, skip: bool = False) -> SAE:
@@ -57,24 +55,6 @@ def prompt() -> Tensor:
     return token_ids
 
 
-def block(model: nn.Module, layer: int) -> Any:
-    return next(each for each in model.modules() if isinstance(each, nn.ModuleList))[layer]
-
-
-@contextmanager
-def hooked(module: nn.Module, replace: Replace) -> Iterator[None]:
-    """A plain hook on a module's output."""
-
-    def on_output(module: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (replace(output[0]), *output[1:])
-        return replace(output)
-
-    handle = module.register_forward_hook(on_output)
-    yield
-    handle.remove()
-
-
 def at_texts(new: Replace) -> Replace:
     """At all tokens but special ones and the first."""
     plain = (prompt() > EOS)[..., None]
@@ -94,8 +74,8 @@ def objective(logits: Tensor) -> Tensor:
 def test_with_its_error_a_model_is_unchanged_and_codes_are_those_of_hidden_states(
     model: Any, dtype: torch.dtype
 ):
-    model, sae, seen = model.to(dtype), at(MIDDLE, TopK(k=3)), []
-    with torch.no_grad(), hooked(block(model, 1), lambda x: seen.append(x) or x):
+    model, sae = model.to(dtype), at(MIDDLE, TopK(k=3))
+    with torch.no_grad(), noted(blocks(model)[1]) as seen:
         clean = model(prompt()).logits
     with saecli.spliced(model, sae) as codes:
         with pytest.raises(saecli.SaeError, match="no codes of sae yet: run the model first"):
@@ -127,7 +107,7 @@ def test_logits_are_those_of_a_hook_written_by_hand(
         return plain(x) + x - (sae.encode(x) @ sae.W_dec + sae.b_dec)
 
     for error, new in ((False, plain), (True, with_error)):
-        with hooked(block(llama, 1), new if everywhere else at_texts(new)):
+        with replaced(blocks(llama)[1], new if everywhere else at_texts(new)):
             expected = llama(prompt()).logits
         options = {"error": error, "change": change, "everywhere": everywhere}
         with saecli.spliced(llama, sae, **options):
@@ -152,7 +132,7 @@ def test_gradients_of_codes_are_finite_differences_with_the_error_constant(
         objective(gpt2(prompt()).logits).backward()
     assert codes["sae"].grad is not None and codes["transcoder"].grad is not None
     plain = (prompt() > EOS)[..., None]
-    mlp, reads, clean = block(gpt2, 1).mlp, [], {}
+    mlp, reads, clean = blocks(gpt2)[1].mlp, [], {}
     handle = mlp.register_forward_pre_hook(lambda module, args: reads.append(args[0]))
 
     def decoded(z: Tensor, sae: SAE, x: Tensor | None) -> Tensor:
@@ -175,7 +155,7 @@ def test_gradients_of_codes_are_finite_differences_with_the_error_constant(
             z = second.encode(x) + (step if of == "transcoder" else 0)
             return torch.where(plain, decoded(z, second, x) + clean["error"], y)
 
-        with hooked(block(gpt2, 0), at_first), hooked(mlp, at_second):
+        with replaced(blocks(gpt2)[0], at_first), replaced(mlp, at_second):
             return objective(gpt2(prompt()).logits)
 
     generator = torch.Generator().manual_seed(4)
@@ -193,7 +173,7 @@ def test_gradients_of_codes_are_finite_differences_with_the_error_constant(
 
 @torch.no_grad()
 def test_a_transcoder_with_a_skip_takes_the_mlps_place(llama: Any):
-    sae, seen, mlp = at(MLP, TopK(k=3), skip=True), [], block(llama, 1).mlp
+    sae, seen, mlp = at(MLP, TopK(k=3), skip=True), [], blocks(llama)[1].mlp
 
     def instead(y: Tensor) -> Tensor:
         return sae.encode(seen[-1]) @ sae.W_dec + sae.b_dec + seen[-1] @ sae.W_skip
@@ -204,7 +184,7 @@ def test_a_transcoder_with_a_skip_takes_the_mlps_place(llama: Any):
 
     first = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     last = mlp.register_forward_pre_hook(double)
-    with hooked(mlp, at_texts(instead)):
+    with replaced(mlp, at_texts(instead)):
         expected = llama(prompt()).logits
     first.remove()
     last.remove()
@@ -309,7 +289,7 @@ def test_steering_has_the_gradient_of_a_hook_written_by_hand(llama: Any):
     gradients = []
     for context in (
         saecli.steering(llama, sae, 3, method="clamp", scale=5),
-        hooked(block(llama, 1), at_texts(clamped)),
+        replaced(blocks(llama)[1], at_texts(clamped)),
     ):
         embedded = llama.get_input_embeddings().weight
         with context:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
+from plain_hooks import assert_same_effects, effects_by_hooks
 from reports import pages_of
 from storing import make_store
 from tiny_models import loaded, save_model
@@ -17,6 +18,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
+from saecli.extract.splice import StoredWindow
 from saecli.store.reader import ActivationStore
 from saecli.store.split import is_test
 
@@ -173,37 +175,16 @@ def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, op
     llama, double = LlamaForCausalLM.from_pretrained(folder).double(), one.copy_to(torch.float64)
     everything = store.split("all")
     held_out = is_test(np.array(column(everything, "document")), seed=3)
-    clean_losses, spliced_losses, divergences, at = [], [], [], 0
+    windows, at = [], 0
     for token_ids, mask in everything.windows():
-        rows = np.flatnonzero(mask)
-        own = rows[held_out[at : at + len(rows)]]
-        at += len(rows)
-        if not len(own):
-            continue
-        ids = torch.tensor(token_ids[None])
-
-        def replace(module: Any, args: Any, output: Any, own: np.ndarray = own) -> Any:
-            states = output[0] if isinstance(output, tuple) else output
-            changed = states.clone()
-            changed[0, own] = double(states[0, own])
-            return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-        with torch.no_grad():
-            clean = llama(ids).logits[0].log_softmax(-1)
-            handle = llama.model.layers[LAYER].register_forward_hook(replace)
-            spliced = llama(ids).logits[0].log_softmax(-1)
-            handle.remove()
-        scored = own[own < len(token_ids) - 1]
-        for losses, scores in ((clean_losses, clean), (spliced_losses, spliced)):
-            losses.append(functional.nll_loss(scores[scored], ids[0, scored + 1], reduction="none"))
-        divergences.append((clean.exp() * (clean - spliced)).sum(-1)[own])
-    assert found["tokens"] == held_out.sum() == len(torch.cat(divergences))
-    expected = {
-        "ce_clean": torch.cat(clean_losses).mean().item(),
-        "ce_spliced": torch.cat(spliced_losses).mean().item(),
-        "kl": torch.cat(divergences).mean().item(),
-    }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        own = mask.copy()
+        own[mask] = held_out[at : at + mask.sum()]
+        at += mask.sum()
+        if own.any():
+            windows.append(StoredWindow(token_ids, own))
+    expected = effects_by_hooks(llama, llama.model.layers[LAYER], windows, double)
+    assert expected["tokens"] == held_out.sum()
+    assert_same_effects(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, steerable, trained_on_docs
+from plain_hooks import blocks, noted
 from rich.console import Console
 from tiny_models import CONFIGS, WIDTH, save_model
 from torch import Tensor, nn
@@ -28,20 +29,12 @@ EVERY = list(range(20))
 TEXT = "fghabz"
 
 
-def blocks(model: nn.Module) -> nn.ModuleList:
-    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-
-
 @torch.no_grad()
-def activations(model: nn.Module, module: nn.Module, ids: list[int], input: bool = False) -> Tensor:
+def activations(model: nn.Module, module: nn.Module, ids: list[int], side: str = "out") -> Tensor:
     """A module's output, or input, on the tokens, (T, D), by a hook of its own."""
-    seen: list[Any] = []
-    handle = module.register_forward_hook(
-        lambda module, args, output: seen.append(args[0].clone() if input else output)
-    )
-    model(torch.tensor([ids]), use_cache=False)
-    handle.remove()
-    return (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).reshape(len(ids), -1)
+    with noted(module, side) as seen:
+        model(torch.tensor([ids]), use_cache=False)
+    return seen[0].reshape(len(ids), -1)
 
 
 def opened(folder: Path) -> tuple[nn.Module, list[int]]:
@@ -120,7 +113,7 @@ def test_a_transcoder_has_the_codes_of_what_it_reads(tmp_path: Path):
     document = saecli.read(tmp_path / "transcoder", TEXT, latents=EVERY)
     assert (document["layer"], document["site"]) == (1, "mlp_in")
     model, ids = opened(folder)
-    demand_codes(document, sae, activations(model, blocks(model)[1].mlp, ids, input=True), [0])
+    demand_codes(document, sae, activations(model, blocks(model)[1].mlp, ids, "in"), [0])
 
 
 def test_a_crosscoder_reads_all_its_hook_points_of_one_model_and_none_of_two(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
+from plain_hooks import assert_same_effects, effects_by_hooks, noted
 from tiny_models import WIDTH, loaded, save_model
 from torch import Tensor
-from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
@@ -58,53 +58,6 @@ def extracted(home: Path, model: Path | list[str], **options: Any) -> Any:
     return saecli.extract(model, dataset=str(text), home=home, **options)
 
 
-def assert_agree(measures: dict, expected: dict) -> None:
-    assert (measures["ce_recovered"] is None) == (expected["ce_recovered"] is None)
-    known = {name: value for name, value in expected.items() if value is not None}
-    assert {name: measures[name] for name in known} == pytest.approx(known, rel=1e-4)
-
-
-def expected_effects(
-    llama: LlamaForCausalLM,
-    module: torch.nn.Module,
-    windows: Iterable[StoredWindow],
-    spliced: Callable[[Tensor], Tensor],
-) -> dict[str, Any]:
-    """The effects of replacing a module's outputs (n, D) at the rows of windows, by a hook written out here."""
-
-    def run(ids: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
-        def hook(module: torch.nn.Module, args: tuple, output: Any) -> Tensor:
-            return replace(output if isinstance(output, Tensor) else output[0])
-
-        handle = module.register_forward_hook(hook)
-        logits = llama(input_ids=ids[None]).logits[0]
-        handle.remove()
-        return logits.log_softmax(-1)
-
-    losses, divergences = {"ce_clean": [], "ce_spliced": [], "ce_zero": []}, []
-    with torch.no_grad():
-        for window in windows:
-            ids, rows = torch.from_numpy(window.token_ids), torch.from_numpy(window.replaced)
-
-            def at_rows(x: Tensor, rows: Tensor = rows) -> Tensor:
-                return x.masked_scatter(rows[:, None], spliced(x[0, rows]))
-
-            clean = run(ids, lambda x: x)
-            other = run(ids, at_rows)
-            zero = run(ids, torch.zeros_like)
-            for name, log_probabilities in zip(losses, (clean, other, zero), strict=True):
-                loss = functional.nll_loss(log_probabilities[:-1], ids[1:], reduction="none")
-                losses[name].append(loss[rows[:-1]])
-            divergences.append((clean.exp() * (clean - other)).sum(-1)[rows])
-    result = {name: float(torch.cat(values).mean()) for name, values in losses.items()}
-    rise = torch.cat(losses["ce_zero"]) - torch.cat(losses["ce_clean"])
-    recovered = None
-    if rise.mean() > 5 * rise.std(unbiased=False) / len(rise) ** 0.5:
-        recovered = float((result["ce_zero"] - result["ce_spliced"]) / rise.mean())
-    tokens = torch.cat(divergences)
-    return result | {"ce_recovered": recovered, "kl": float(tokens.mean()), "tokens": len(tokens)}
-
-
 def cut(model: LanguageModel, texts: list[Document]) -> list[StoredWindow]:
     """The windows that extraction makes of texts."""
     windows = Windows(model.tokenizer, CONTEXT).cut(texts)
@@ -127,7 +80,9 @@ def test_effects_on_held_out_documents_match_plain_torch(
     llama = LlamaForCausalLM.from_pretrained(folder).double()
     for exact, measures in zip(saes, done.json["runs"], strict=True):
         exact = exact.copy_to(torch.float64)
-        assert_agree(measures, expected_effects(llama, llama.model.layers[LAYER], windows, exact))
+        assert_same_effects(
+            measures, effects_by_hooks(llama, llama.model.layers[LAYER], windows, exact)
+        )
     assert "special tokens (BOS) keep their own activations in ce_spliced" in done.err
 
 
@@ -152,7 +107,9 @@ def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: Lang
     sae, place = random_sae(d_in=WIDTH), (HookPoint(LAYER, "resid_post"),)
     ((measures,),) = effects([Passes(model)], windows, place, [place], [sae], lambda tokens: None)
     llama, exact = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
-    assert_agree(measures, expected_effects(llama, llama.model.layers[LAYER], windows, exact))
+    assert_same_effects(
+        measures, effects_by_hooks(llama, llama.model.layers[LAYER], windows, exact)
+    )
 
 
 def test_a_crosscoder_of_two_models_is_spliced_into_each(
@@ -194,7 +151,9 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
         def spliced(x: Tensor, y_hat: Iterator[Tensor] = y_hat) -> Tensor:
             return next(y_hat)
 
-        assert_agree(effect, expected_effects(llama, llama.model.layers[LAYER], windows, spliced))
+        assert_same_effects(
+            effect, effects_by_hooks(llama, llama.model.layers[LAYER], windows, spliced)
+        )
     for wrong in (names[:1], [*names[:1], *names[:1]]):
         with pytest.raises(saecli.SaeError, match="model must be given once for each model that"):
             saecli.evaluate(cross, joined, model=wrong, home=sae.home)
@@ -263,12 +222,9 @@ def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(
     )
     transcoder = transcoder.copy_to(torch.float64)
     llama = LlamaForCausalLM.from_pretrained(folder).double()
-    block, seen = llama.model.layers[LAYER], []
-    block.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
-        with_kwargs=True,
-    )
-    expected = expected_effects(
-        llama, block.mlp, cut(model, documents()), lambda y: transcoder(seen[-1][0, 1:])
-    )
-    assert_agree(measures, expected)
+    block = llama.model.layers[LAYER]
+    with noted(block, "in") as seen:
+        expected = effects_by_hooks(
+            llama, block.mlp, cut(model, documents()), lambda y: transcoder(seen[-1][0, 1:])
+        )
+    assert_same_effects(measures, expected)

@@ -8,6 +8,7 @@ import published
 import pytest
 import torch
 from homes import CommandLine, random_sae
+from plain_hooks import noted
 from published import D
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, WIDTH, loaded, save_model, stored
@@ -54,18 +55,13 @@ def normalized(folder: Path, name: str) -> torch.Tensor:
     """What TransformerLens' ln2.hook_normalized gives, with LayerNorm from version 3 on, or with fold_ln."""
     model = loaded(folder)
     norm = model.blocks[LAYER].get_submodule(NORMS[name])
-    rows: list[torch.Tensor] = []
-
-    def note(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
-        x = args[0].double()
-        eps = getattr(module, "eps", None) or module.variance_epsilon
-        if isinstance(module, torch.nn.LayerNorm):
-            x = x - x.mean(-1, keepdim=True)
-        rows.append(x / (x.square().mean(-1, keepdim=True) + eps).sqrt())
-
-    with torch.no_grad(), norm.register_forward_hook(note):
+    with torch.no_grad(), noted(norm, "in") as seen:
         model.model(TOKENS)
-    return rows[0].flatten(0, 1)
+    x = seen[0].double()
+    if isinstance(norm, torch.nn.LayerNorm):
+        x = x - x.mean(-1, keepdim=True)
+    eps = getattr(norm, "eps", None) or norm.variance_epsilon
+    return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(0, 1)
 
 
 def rows_at(folder: Path, site: str) -> torch.Tensor:

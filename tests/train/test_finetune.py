@@ -18,6 +18,7 @@ from homes import (
     weights,
 )
 from launching import signalled, together
+from plain_hooks import replaced
 from tiny_models import WIDTH, save_model
 from torch import Tensor
 from torch.nn import functional
@@ -110,16 +111,13 @@ def oracle(
     ids = torch.tensor([[1, *(ord(letter) - 97 + 4 for letter in window)] for window in windows])
     seen = {}
 
-    def replace(module: Any, args: Any, output: Any) -> Any:
-        x = output[0] if isinstance(output, tuple) else output
+    def replace(x: Tensor) -> Tensor:
         seen["x"], seen["y"] = x[:, 1:], sae(x[:, 1:])
-        spliced = torch.cat([x[:, :1], seen["y"]], 1)
-        return (spliced, *output[1:]) if isinstance(output, tuple) else spliced
+        return torch.cat([x[:, :1], seen["y"]], 1)
 
     clean = llama(input_ids=ids).logits.log_softmax(-1).detach()
-    handle = llama.model.layers[LAYER].register_forward_hook(replace)
-    spliced = llama(input_ids=ids).logits.log_softmax(-1)
-    handle.remove()
+    with replaced(llama.model.layers[LAYER], replace):
+        spliced = llama(input_ids=ids).logits.log_softmax(-1)
     kl = (clean.exp() * (clean - spliced)).sum(-1)[:, 1:].mean()
     x = seen["x"].flatten(0, 1)
     fvu = (seen["y"].flatten(0, 1) - x).square().sum() / (x - x.mean(0)).square().sum()
