@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import probe_sets
 import pytest
-import zstandard
 from homes import CommandLine
 from model_hub import ModelHub, files_of
 from tiny_models import save_model
@@ -18,6 +18,7 @@ from saecli.base.errors import ConfigError, ModelError
 from saecli.extract.model_source import deciding_files, find_model
 
 MODEL = "some/llama"
+TEXT = "\n\n".join("abcdefghijk" * (1 + number % 7) for number in range(60))
 EXTRACT = ("extract", "--model", MODEL, "--rows", "300", "--layer", "1")
 
 
@@ -30,13 +31,6 @@ def no_answer_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = save_model(tmp_path_factory.mktemp("llama"), "llama")
     return files_of(folder) | {"README.md": b"# One", "pytorch_model.bin": b"of old times"}
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join("abcdefghijk" * (1 + number % 7) for number in range(60)))
-    return str(path)
 
 
 @pytest.fixture
@@ -196,7 +190,7 @@ COMMANDS = {
 TRAINED = ("--d-sae", "32", "--act", "topk", "--k", "4")
 
 
-def trained(sae: CommandLine, text: str, *revision: str) -> None:
+def trained(sae: CommandLine, text: Path, *revision: str) -> None:
     done = sae(*EXTRACT, "--dataset", text, "--name", "rows", *revision)
     assert done.status == 0, done.err
     done = sae("train", "--name", "run", *TRAINED, "--solver", "sgd", "--epochs", "1")
@@ -215,7 +209,8 @@ def test_every_command_reads_the_recorded_commit_from_the_cache(
     pushed = sae("push", "run", "someone/saes", "--model", MODEL, "--tokens", "200")
     assert pushed.status == 0, pushed.err
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    labelled_texts(tmp_path / "site", monkeypatch)
+    lines = [(f"{'fgh' * (1 + at % 9)}{'ab'[at % 2]}", str(at % 2)) for at in range(60)]
+    probe_sets.install(tmp_path / "site", {"5_last_letter": lines}, monkeypatch)
     for command, words in COMMANDS.items():
         out = [str(tmp_path / "pages")] if command == "report" else []
         done = sae(command, "run", *words, *out, "--json")
@@ -272,18 +267,3 @@ def other_weights(folder: Path) -> bytes:
 
     tensors = load_file(save_model(folder / "other", "llama") / "model.safetensors")
     return save({name: tensor * 4 / 3 for name, tensor in tensors.items()}, {"format": "pt"})
-
-
-def labelled_texts(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data of a package sae-probes with one set."""
-    data = site / "sae_probes" / "data"
-    (data / "cleaned_data").mkdir(parents=True)
-    (data.parent / "__init__.py").touch()
-    name = "cleaned_data/5_last_letter.csv"
-    lines = [f"{'fgh' * (1 + number % 9)}{'ab'[number % 2]},{number % 2}" for number in range(60)]
-    table = f"Dataset save name,Data type\n{name},Binary Classification"
-    rows = "\n".join(["prompt,target", *lines])
-    for file, text in (("probing_datasets_MASTER.csv", table), (name, rows)):
-        with zstandard.open(data / f"{file}.zst", "wt", encoding="utf-8", newline="") as opened:
-            opened.write(text)
-    monkeypatch.syspath_prepend(site)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import probe_sets
 import pytest
 import torch
-import zstandard
 from homes import CommandLine, make_run, random_sae, steerable
 from launching import captured, python_with
 from scipy.sparse import csr_matrix
@@ -122,46 +122,24 @@ def test_codes_are_the_saes_own():
     np.testing.assert_array_equal(codes_of(sae, x).toarray(), sae.encode(x).numpy())
 
 
-def write(path: Path, lines: list[dict[str, str]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zstandard.open(path, "wt", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-
-
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The data of a package sae-probes with three sets, of which the first is told by the last word."""
-    data = tmp_path / "site" / "sae_probes" / "data"
-    names = [
-        "cleaned_data/5_last_word.csv",
-        "cleaned_data/12_no word.csv",
-        "cleaned_data/87_long.csv",
-    ]
-    write(
-        data / "probing_datasets_MASTER.csv.zst",
-        [{"Dataset save name": name, "Data type": "Binary Classification"} for name in names]
-        + [{"Dataset save name": "cleaned_data/9_other.csv", "Data type": "Multiclass"}],
-    )
-    (data.parent / "__init__.py").write_text(
-        "raise ImportError('its data need none of its code')\n"
-    )
-    draw = random.Random(0)
+    draw, sets = random.Random(0), {}
     words = ["the", "file", "returns", "a", "string,", "and", '"names"', "if", "value", "is\nnone"]
-    for name, ends in zip(names, (("zip", "net"), ("end", "end"), ("zip", "net")), strict=True):
+    for name, ends in {
+        "5_last_word": ("zip", "net"),
+        "12_no word": ("end", "end"),
+        "87_long": ("zip", "net"),
+    }.items():
         texts = [" ".join(draw.choices(words, k=draw.randrange(4, 20))) for _ in range(100)]
-        if "long" in name:
+        if name == "87_long":
             texts = ["word " * 50_000 if number < 2 else text for number, text in enumerate(texts)]
-        write(
-            data / f"{name}.zst",
-            [
-                {"prompt": f"{text} {ends[number % 2]}", "target": ("yes", "no")[number % 2]}
-                for number, text in enumerate(texts)
-            ],
-        )
-    monkeypatch.syspath_prepend(data.parents[1])
-    return data
+        sets[name] = [
+            (f"{text} {ends[number % 2]}", ("yes", "no")[number % 2])
+            for number, text in enumerate(texts)
+        ]
+    return probe_sets.install(tmp_path / "site", sets, monkeypatch)
 
 
 @pytest.fixture
@@ -241,9 +219,10 @@ def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, 
         done = home("probe", "first", "--sets", "5")
         assert done.status == 1 and f"cannot read {path}: expected a table of" in done.err
     for target, said in (("label", "expected a table of"), ("target", "of two classes, got 3")):
-        write(path, [{"prompt": "a", target: str(number % 3)} for number in range(30)])
+        probe_sets.write(path, ("prompt", target), [("a", str(at % 3)) for at in range(30)])
         assert said in home("probe", "first", "--sets", "5").err
-    write(path, [{"prompt": text, "target": str(bool(text))} for text in ("", "a") * 10])
+    empty = [(text, str(bool(text))) for text in ("", "a") * 10]
+    probe_sets.write(path, ("prompt", "target"), empty)
     assert "reads no token in the text ''" in home("probe", "first", "--sets", "5").err
     others = [folder for folder in sys.path if folder != str(package.parents[1])]
     monkeypatch.setattr(sys, "path", others)
