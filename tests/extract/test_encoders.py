@@ -1,4 +1,4 @@
-"""Models that predict masked tokens: their sites and effects against own hooks; rows are in test_windows_begin.py."""
+"""Models that predict masked tokens: their rows, sites and effects against transformers and own hooks."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,11 +9,12 @@ import pytest
 import torch
 from homes import CommandLine
 from plain_hooks import noted, replaced
-from tiny_models import loaded
+from tiny_models import loaded, stored
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     AutoModelForMaskedLM,
+    AutoTokenizer,
     BertConfig,
     EsmConfig,
     EsmTokenizer,
@@ -112,6 +113,30 @@ def test_sites_of_an_encoder_are_what_plain_hooks_see(tmp_path: Path, kind: str)
         if kind in ("bert", "roberta"):
             after = block.output.LayerNorm(after)
         torch.testing.assert_close(seen["resid_post"][-1], after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "esm"])
+def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(tmp_path: Path, kind: str):
+    """It sees the last token from every position; rows against transformers run on the tokenizer's own input."""
+    folder = masked_model(tmp_path / "model", kind)
+    texts = ["MKTAYIAK", "GG", "MXBUZOWCHKLLA"]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    dataset = str(tmp_path / "a.txt")
+    options = {"layer": 0, "dataset": dataset, "context": 16, "dtype": "float32", "home": tmp_path}
+    store = saecli.extract(str(folder), **options)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    expected, token_ids = [], []
+    for text in texts:
+        whole = tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            states = model(**whole, output_hidden_states=True).hidden_states
+        expected.append(states[1][0, 1:-1])
+        token_ids += whole["input_ids"][0, 1:-1].tolist()
+    rows, columns = stored(store.path)
+    assert columns["token_id"].tolist() == token_ids
+    np.testing.assert_allclose(rows, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    assert store.meta.dropped == {"special": 6}
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,8 @@ from saecli.extract.splice import StoredWindow
 from saecli.store.schema import StoreMeta
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+TEXT = "\n\n".join("abcdefghijklmnop"[n % 9 :] for n in range(200))
 DOWN = "model.layers.*.mlp.down_proj:in"
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join("abcdefghijklmnop"[n % 9 :] for n in range(200)))
-    return path
 
 
 def own_hook(model: Any, path: str, side: str, ids: Tensor) -> Tensor:

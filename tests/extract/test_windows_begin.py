@@ -7,22 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from homes import CommandLine
-from tiny_models import loaded, save_model, save_tokenizer, stored
+from tiny_models import save_model, save_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,
-    BertConfig,
-    BertModel,
-    EsmConfig,
-    EsmModel,
-    EsmTokenizer,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
 
-import saecli
 from saecli.extract.texts import Document
 from saecli.extract.tokenizer import Chats, TokenTexts
 from saecli.extract.windows import Window, Windows
@@ -112,51 +105,6 @@ def test_tokens_of_a_tokenizer_that_knows_no_letter_have_texts(tmp_path):
     assert texts.joined([3, 4]).split() == ["ACGT", "TT"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("prepend_bos", ["on", "off"])
-def test_rows_are_those_of_the_model_run_with_bos(tmp_path: Path, prepend_bos: str, packed: bool):
-    """GPT-2's tokenizer adds no BOS; rows against transformers' hidden states of windows cut here."""
-    folder = save_model(tmp_path / "model", "gpt2", bos=False)
-    texts = ["abcdefghijklmnopqrst", "bcd", "qrstuvwxyz"]
-    (tmp_path / "a.txt").write_text("\n\n".join(texts))
-    options = {"layer": 1, "context": 8, "packed": packed, "prepend_bos": prepend_bos}
-    options |= {"dataset": str(tmp_path / "a.txt"), "dtype": "float32", "home": tmp_path}
-    store = saecli.extract(str(folder), **options)
-    model = loaded(folder)
-    begin, separator = ([1], [1]) if prepend_bos == "on" else ([], [2])
-    ids = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    room = 8 - len(begin)
-    windows: list[list[int]] = [[]]
-    if packed:
-        for own in ids:
-            if windows[-1]:
-                windows[-1] += separator
-            for token in own:
-                if len(windows[-1]) == room:
-                    windows.append([])
-                windows[-1].append(token)
-            if len(windows[-1]) + len(separator) >= room:  # no room for a separator and a token
-                windows.append([])
-        windows = [window for window in windows if window]
-    else:
-        windows = [own[i : i + room] for own in ids for i in range(0, len(own), room)]
-    expected, tokens, specials = [], [], 0
-    for window in windows:
-        whole = torch.tensor([[*begin, *window]])
-        with torch.no_grad():
-            states = model.model(whole, output_hidden_states=True).hidden_states[2][0]
-        plain = (whole[0] > 2) & (torch.arange(len(whole[0])) >= len(begin))
-        expected.append(states[plain])
-        tokens += whole[0][plain].tolist()
-        specials += int((~plain).sum())
-    rows, columns = stored(store.path)
-    np.testing.assert_allclose(rows, torch.cat(expected).numpy(), rtol=1e-4, atol=1e-5)
-    assert columns["token_id"].tolist() == tokens
-    assert (0 in columns["position"]) == (prepend_bos == "off")
-    assert store.meta.dropped.get("special", 0) == specials
-    assert store.meta.source["prepend_bos"] == (prepend_bos == "on")
-
-
 TURNS = (
     "{% for message in messages %}<bos>{{ message['role'][0] }}{{ message['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>a{% endif %}"
@@ -230,71 +178,3 @@ def test_extraction_tells_of_massive_rows(sae: CommandLine, tmp_path: Path):
     assert "median norm" not in sae(*words, "--context", "21").err
     told = sae(*words, "--context", "21", "--prepend-bos", "off").err
     assert "20 of 400 rows have over 10 times the median norm, and hold at least" in told
-
-
-def bert(folder: Path) -> Any:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
-    config = BertConfig(vocab_size=16, num_attention_heads=2, max_position_embeddings=16, **shape)
-    BertModel(config).save_pretrained(folder)
-    return tokenizer_of(folder, "<first> $A <second>", cls_token="<first>", sep_token="<second>")
-
-
-def esm(folder: Path) -> Any:
-    """ESM-2 as its configuration has it; its tokenizer is in Python alone and knows no small letter."""
-    words = [
-        "<cls>",
-        "<pad>",
-        "<eos>",
-        "<unk>",
-        *"LAGVSERTIDPKQNFYMHWCXBUZO.-",
-        "<null_1>",
-        "<mask>",
-    ]
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
-    config = EsmConfig(
-        vocab_size=len(words),
-        **shape,
-        num_attention_heads=2,
-        pad_token_id=1,
-        mask_token_id=words.index("<mask>"),
-        position_embedding_type="rotary",
-        token_dropout=True,
-        emb_layer_norm_before=False,
-    )
-    EsmModel(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(words))
-    EsmTokenizer(folder / "vocab.txt").save_pretrained(folder)
-    return EsmTokenizer.from_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("model_in", "kind", "texts"),
-    [
-        (bert, BertModel, ["A C G T", "G G", "T A C C A"]),
-        (esm, EsmModel, ["MKTAYIAK", "GG", "MXBUZOWCHKLLA"]),
-    ],
-    ids=["BERT", "ESM-2"],
-)
-def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(
-    tmp_path: Path, model_in: Any, kind: Any, texts: list[str]
-):
-    """It sees the last token from every position; rows against transformers run on the tokenizer's own input."""
-    torch.manual_seed(0)
-    folder = tmp_path / "model"
-    tokenizer = model_in(folder)
-    (tmp_path / "a.txt").write_text("\n\n".join(texts))
-    dataset = str(tmp_path / "a.txt")
-    options = {"layer": 1, "dataset": dataset, "context": 16, "dtype": "float32", "home": tmp_path}
-    store = saecli.extract(str(folder), **options)
-    expected, token_ids = [], []
-    model = kind.from_pretrained(folder).eval()
-    for text in texts:
-        whole = tokenizer(text, return_tensors="pt")
-        with torch.no_grad():
-            states = model(**whole, output_hidden_states=True)
-        expected.append(states.hidden_states[2][0, 1:-1])
-        token_ids += whole["input_ids"][0, 1:-1].tolist()
-    rows, columns = stored(store.path)
-    assert columns["token_id"].tolist() == token_ids
-    np.testing.assert_allclose(rows, torch.cat(expected), rtol=1e-4, atol=1e-5)
-    assert store.meta.dropped == {"special": 6}
