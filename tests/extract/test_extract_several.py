@@ -2,20 +2,18 @@
 
 import json
 import shutil
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run
+from homes import CommandLine
 from storing import assert_same_pass
-from tiny_models import WIDTH, save_model, stored
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from tiny_models import save_model, stored
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.sae.activations import TopK
-from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 
 TEXT = "\n\n".join(
@@ -209,44 +207,6 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
     assert "a store named 'mine-l2-resid_post' already, made from something else" in refused
     out = sae(f"{line} --name mine", *SEVERAL).out
     assert out.count("stored already, by the same request") == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("--packed",)])
-def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model, text, extra):
-    line = f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32"
-    for size in ("auto", "1", "3", "1000"):
-        assert sae(line, *extra, "--batch-size", size, "--name", size).status == 0
-    rows, columns = read(sae.home, "auto")
-    for size in ("1", "3", "1000"):
-        found, found_columns = read(sae.home, size)
-        assert found_columns == columns
-        np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-5)
-        assert sae(line, *extra, "--batch-size", size, "--name", "auto", "--json").json["cached"]
-
-
-@pytest.mark.slow
-def test_packed_rows_match_the_model_on_joined_documents(sae: CommandLine, model, text):
-    line = f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32"
-    assert sae(f"{line} --packed --name packed").status == sae(f"{line} --name plain").status == 0
-    rows, columns = read(sae.home, "packed")
-    assert sorted(read(sae.home, "plain")[1]["token_id"]) == sorted(columns["token_id"])
-    auto = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
-    starts = [0, *(np.flatnonzero(np.diff(columns["position"]) <= 0) + 1)]
-    for start, end in pairwise([*starts, len(rows)]):
-        positions = columns["position"][start:end]
-        # BOS wherever no token was stored.
-        window = torch.ones(1, positions[-1] + 1, dtype=torch.int64)
-        window[0, positions] = torch.tensor(columns["token_id"][start:end])
-        with torch.no_grad():
-            states = auto(window, output_hidden_states=True).hidden_states[2][0]
-        np.testing.assert_allclose(rows[start:end], states[positions], rtol=1e-4, atol=1e-5)
-    assert len(starts) < len(rows) / 12  # windows of 16, and not of the documents' lengths
-    weights = [torch.eye(WIDTH), torch.zeros(WIDTH)]
-    exact = SAE(*weights, *(weight.clone() for weight in weights), TopK(k=WIDTH))
-    make_run(sae.home, "run", exact, data="packed")
-    measured = sae("eval", "run", "--model", model, "--json").json["runs"][0]
-    assert measured["ce_spliced"] == pytest.approx(measured["ce_clean"], rel=1e-4)
 
 
 def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):

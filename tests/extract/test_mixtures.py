@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import signalled
 from storing import assert_same_pass
-from tiny_models import save_model
-from transformers import LlamaForCausalLM
 
 import saecli
 from saecli.extract.texts import Mixture, TextSource
@@ -73,20 +71,6 @@ def test_ends_of_texts_are_told_where_rows_need_them(sae: CommandLine, tmp_path:
     first, last = told(*mixed)
     assert first == end
     assert last.startswith("the text ended after ") and last.endswith(" rows of 100,000")
-
-
-def test_rows_of_which_none_is_finite_are_told_as_such_however_few(
-    sae: CommandLine, tmp_path: Path
-):
-    folder = save_model(tmp_path / "model", "llama")
-    model = LlamaForCausalLM.from_pretrained(folder)
-    model.model.embed_tokens.weight.data.mul_(1e8)
-    model.save_pretrained(folder)
-    (tmp_path / "a.txt").write_text("abcdefgh\n\nabcdefg")
-    words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
-    done = sae(*words, "--dtype", "float16", "--rows", "10")
-    assert done.status == 1
-    assert "none of 15 is finite in float16; use --dtype bfloat16 or --dtype float32" in done.err
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ DROPPING = [
     {},
     {"rows": 333},
     {"max_norm_multiple": 1.1},
-    {"max_norm_multiple": 1.1, "shard_rows": 3},
+    {"max_norm_multiple": 1.1, "shard_rows": 8},  # fewer than a window has
     {"packed": True},
     {"packed": True, "max_norm_multiple": 1.1},
     {"positions": "last"},
@@ -81,10 +81,13 @@ def column(rows: Any, name: str) -> list[int]:
     return np.concatenate(list(rows.column(name, 64))).tolist()
 
 
-@pytest.mark.parametrize("options", DROPPING)
-def test_windows_hold_the_whole_input_and_mark_the_rows(tmp_path, folder, options):
+@pytest.fixture(scope="module", params=DROPPING, ids=str)
+def store(request, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> ActivationStore:
+    return extract(folder, tmp_path_factory.mktemp("home"), **request.param)
+
+
+def test_windows_hold_the_whole_input_and_mark_the_rows(folder, store):
     """The model, run on the windows, gives the rows at the marked tokens, in order; nothing else is marked."""
-    store = extract(folder, tmp_path, **options)
     model = loaded(folder).model
     for which in ("all", "train", "test"):
         rows = store.split(which)
@@ -187,17 +190,6 @@ def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, op
     assert_same_effects(found, expected)
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_norm_multiple": 1.1}, {"positions": "last"}, {"packed": True}]
-)
-def test_finetune_takes_the_rows_of_any_store(sae: CommandLine, folder, options):
-    extract(folder, sae.home, name="store", **options)
-    words = ("--act", "topk", "--k", "2", "--d-sae", "32", "--epochs", "1", "--name", "first")
-    assert sae("train", *words).status == 0
-    done = sae("finetune", "first", "--tokens", "2000", "--name", "tuned", "--json")
-    assert done.status == 0, done.err
-
-
 def test_a_store_without_windows_is_refused_in_one_sentence(sae: CommandLine, folder):
     columns = {name: np.arange(90) for name in ("token_id", "position", "document")}
     source = {"model": str(folder), "layer": LAYER, "site": "resid_post", "context": CONTEXT}
@@ -209,14 +201,10 @@ def test_a_store_without_windows_is_refused_in_one_sentence(sae: CommandLine, fo
     assert "expected a store that keeps its windows of tokens" in done.err
 
 
-@pytest.mark.parametrize("options", DROPPING)
-def test_report_texts_show_every_token_of_a_window(sae: CommandLine, tmp_path, folder, options):
+def test_report_texts_show_every_token_of_a_window(tmp_path, folder, store):
     """A window is shorter than an excerpt, so that each text is a whole window; rows alone have codes."""
-    store = extract(folder, sae.home, name="store", **options)
     mine = random_sae(d_in=store.d_in, seed=0)
-    make_run(sae.home, "random", mine, data="store")
-    done = sae("report", "random", "--out", tmp_path / "pages")
-    assert done.status == 0, done.err
+    saecli.report(mine, tmp_path / "pages", store)
     tokenizer, rows = loaded(folder).tokenizer, store.split("all")
     codes = mine.encode(torch.from_numpy(np.concatenate(list(rows.sequential(10**6))))).numpy()
     windows, window_of = list(rows.windows()), []

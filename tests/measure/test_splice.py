@@ -162,19 +162,8 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
         saecli.evaluate(tmp_path / "saved", saecli.join(*stores[::-1]), home=sae.home)
 
 
-@pytest.mark.parametrize("limit", [None, 300])
-def test_windows_rebuilt_from_the_store_match_extraction(
-    sae: CommandLine, folder: Path, model: LanguageModel, limit: int | None
-):
-    rows = extracted(sae.home, folder, **({} if limit is None else {"rows": limit})).split("all")
-    rebuilt = list(stored_windows(rows, 10**9))
-    left = rows.rows
-    for window, expected in zip(rebuilt, cut(model, documents()), strict=limit is None):
-        assert window.token_ids.tolist() == expected.token_ids.tolist()
-        first = np.cumsum(expected.replaced) <= left  # of the last window, rows up to the limit
-        assert window.replaced.tolist() == (expected.replaced & first).tolist()
-        left -= expected.replaced.sum()
-    assert sum(window.replaced.sum() for window in rebuilt) == rows.rows
+def test_windows_are_taken_until_they_hold_the_tokens_asked_for(sae: CommandLine, folder: Path):
+    rows = extracted(sae.home, folder).split("all")
     counts = [window.replaced.sum() for window in stored_windows(rows, 50)]
     assert sum(counts) >= 50 > sum(counts[:-1])
 
