@@ -194,13 +194,6 @@ def test_nearest_sites_are_the_largest_pre_activations(case: Case) -> None:
     np.testing.assert_array_equal(nearest, np.sort(kept, axis=1))
 
 
-@given(cases(kinds=("topk",), shapes=("plain", "uneven")), st.floats(-100, 100))
-def test_a_constant_added_to_all_weights_moves_no_cell(case: Case, constant: float) -> None:
-    diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k
-    shifted = PowerDiagram(diagram.centroids, diagram.weights + constant)
-    assert torch.equal(shifted.nearest(case.rows, k), diagram.nearest(case.rows, k))
-
-
 def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> None:
     case = case_of(AbsTopK(3), 4, 12, rows=200)
     sae, rows = case.sae, case.rows

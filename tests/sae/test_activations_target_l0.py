@@ -62,18 +62,6 @@ def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Cod
     torch.testing.assert_close(ours, theirs)
 
 
-def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
-    activation, learned = JumpRelu(target_l0=L), parameters()
-    pre = normal(B, F, seed=5).requires_grad_()
-    learned["threshold"].requires_grad_()
-    activation.penalty("target-l0").value(pre, Codes(pre), torch.eye(F), learned).backward()
-    v, theta = pre.detach().numpy(), learned["threshold"].detach().numpy()
-    near = np.abs(v - theta) < theta / 4
-    slope = 2 * (((v > theta).sum(1).mean() - AIM) / L + MULTIPLIER) / L * near / (theta / 2) / B
-    np.testing.assert_allclose(pre.grad.to_dense().numpy(), slope, rtol=1e-12)
-    np.testing.assert_allclose(learned["threshold"].grad.numpy(), -slope.sum(0), rtol=1e-12)
-
-
 def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
     pre = normal(B, F, seed=5).requires_grad_()
     learned = {"threshold": parameters()["threshold"].requires_grad_()}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS, Activation, BatchTopK, Gated, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save, stand_in
+from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save
 from saecli.store.split import is_test
 
 X = torch.from_numpy(ROWS).float()
@@ -323,14 +323,6 @@ def test_dictionary_learning_gets_unit_decoder_rows_even_if_one_is_zero(tmp_path
     torch.testing.assert_close(load(tmp_path / "out").sae(X), sae(X), atol=1e-4, rtol=1e-5)
 
 
-def test_topk_and_its_stand_in_differ_only_with_few_positive_ones() -> None:
-    sae = made(TopK)
-    sae.b_enc.sub_(6)
-    short = (sae.pre_activations(X) > 0).sum(1) < K
-    differ = (stand_in(SavedSAE(sae)).sae.encode(X) != sae.encode(X)).any(1)
-    assert 0 < short.sum() < len(X) and torch.equal(differ, short)
-
-
 def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
     class Trace:
         def __reduce__(self) -> tuple:
@@ -365,18 +357,6 @@ def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path)
 def errors_and_spread(expected: Published, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whose ratio is the FVU, by dimension."""
     return ((expected.predicted - x) ** 2).sum(0), ((x - x.mean(0)) ** 2).sum(0)
-
-
-def test_one_of_several_layers_is_named_by_its_file(sae: CommandLine, tmp_path: Path) -> None:
-    make_store(sae.home, "rows", ROWS.astype(np.float32))
-    for layer in (5, 11):
-        expected = published.qwen_scope(tmp_path / QWEN, layer)
-        assert load(expected.path).origin["layer"] == layer
-    done = sae("eval", expected.path, "--data", "rows", "--split", "all", "--json")
-    errors, spread = errors_and_spread(expected, ROWS)
-    assert done.json["runs"][0]["fvu"] == pytest.approx(errors.sum() / spread.sum(), rel=1e-4)
-    done = sae("eval", tmp_path / QWEN, "--data", "rows")
-    assert done.status == 1 and "name it, such as .../layer11.sae.pt" in done.err
 
 
 def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(

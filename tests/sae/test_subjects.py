@@ -1,6 +1,5 @@
 """Finding the SAE that a user means."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,6 @@ def test_a_run_is_found_by_its_name_or_folder_with_its_split(home: Home, tmp_pat
         folder = run_in(where, name)
         text = name if where is home else str(folder)
         assert find_subject(home, text) == Subject(text, folder, "patches", 7, 0.5, True)
-
-
-def test_without_a_name_the_newest_complete_run_is_meant(home: Home) -> None:
-    run_in(home, "older", "2026-01-01")
-    run_in(home, "newer", "2026-01-02")
-    run_in(home, "unfinished", "2026-01-03", complete=False)
-    assert find_subject(home, None).name == "newer"
-    assert not find_subject(home, "unfinished").complete
 
 
 def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first(
@@ -74,15 +65,3 @@ def test_what_names_no_sae_is_refused(
     Path("runs/first/sae.safetensors").touch()
     with pytest.raises(error, match=said):
         find_subject(home, name)
-
-
-NEWER = {"format_version": 99, "complete": True, "data": None}
-NEWER["training"] = {"split_seed": 0, "fraction": 1.0}
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps(NEWER)])
-def test_a_run_json_of_another_kind_is_named(home: Home, tmp_path: Path, content: str) -> None:
-    folder = run_in(Home(tmp_path / "other"), "odd")
-    (folder / "run.json").write_text(content)
-    with pytest.raises(RunError, match=r"run\.json"):
-        find_subject(home, str(folder))

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -106,26 +105,3 @@ def test_trainers_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
         documents.append(json.loads(out))
     assert {run["run"] for run in documents} == {f"pam-sgd-relu-{number}" for number in (1, 2, 3)}
     assert all(run["final"] == alone["final"] for run in documents)
-
-
-@pytest.mark.long
-def test_a_second_extraction_is_refused_and_readers_see_whole_shards(
-    sae: CommandLine, tmp_path: Path
-):
-    words = "extract --model tiny-gemma2 --rows 40000 --shard-rows 500 --name x"
-    path = sae.home / "activations" / "x"
-    processes, seen = [started(sae, *words.split()) for _ in range(2)], []
-    while any(process.poll() is None for process in processes):
-        if (path / "store.json").exists() and (store := ActivationStore.open(path)).rows:
-            seen.append(collect(store.split("all").sequential(256)))
-        time.sleep(0.01)
-    refused = [process for process in processes if process.returncode]
-    assert [process.returncode for process in refused] == [1]
-    assert "another process is writing it" in refused[0].communicate()[1]
-    next(process for process in processes if not process.returncode).communicate()
-    whole = collect(ActivationStore.open(path).split("all").sequential(256))
-    assert len(whole) == 40000
-    assert len({len(rows) for rows in seen}) > 3
-    for rows in seen:
-        assert len(rows) % 500 == 0
-        np.testing.assert_array_equal(rows, whole[: len(rows)])

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from storing import make_meta, make_store, stored_contents
+from storing import make_meta, make_store, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
@@ -24,33 +26,39 @@ def write(path, until: int = len(ROWS), shard_rows: int = 20) -> None:
             writer.finish()
 
 
-def test_a_journal_cut_anywhere_gives_whole_shards_and_resumes_to_the_same_store(tmp_path):
-    write(tmp_path / "whole")
-    write(tmp_path / "half", until=78)
-    journal = (tmp_path / "half" / "shards.jsonl").read_bytes()
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with memory_folder() as folder:
+        yield folder
+
+
+def test_a_journal_cut_anywhere_gives_whole_shards_and_resumes_to_the_same_store(in_memory):
+    write(in_memory / "whole")
+    write(in_memory / "half", until=78)
+    journal = (in_memory / "half" / "shards.jsonl").read_bytes()
     ends = [at for at, byte in enumerate(journal, 1) if byte == ord("\n")]
     assert len(ends) == 3
     kept = ROWS[np.isfinite(ROWS).all(axis=1)]
     for cut in (0, 1, ends[0] - 1, ends[0], ends[0] + 1, ends[1] + 200, ends[2] - 1, ends[2]):
         for tail in (b"", b"\0" * 30, b"\0" * 30 + b"}\n"):  # pages that never reached the disk
-            path = tmp_path / "cut"
-            shutil.copytree(tmp_path / "half", path)
+            path = in_memory / "cut"
+            shutil.copytree(in_memory / "half", path)
             (path / "shards.jsonl").write_bytes(journal[:cut] + tail)
             contents = stored_contents(path)
             assert len(contents["meta"]["shards"]) == sum(cut >= end for end in ends)
             np.testing.assert_array_equal(contents["rows"], kept[: len(contents["rows"])])
             write(path)
-            assert stored_contents(path)["meta"] == stored_contents(tmp_path / "whole")["meta"]
+            assert stored_contents(path)["meta"] == stored_contents(in_memory / "whole")["meta"]
             assert not (path / "shards.jsonl").exists()
             shutil.rmtree(path)
 
 
-def test_what_a_shard_writes_does_not_grow_with_their_number(tmp_path):
-    write(tmp_path / "s", until=234, shard_rows=2)
-    lines = (tmp_path / "s" / "shards.jsonl").read_text().splitlines()
+def test_what_a_shard_writes_does_not_grow_with_their_number(in_memory):
+    write(in_memory / "s", until=234, shard_rows=2)
+    lines = (in_memory / "s" / "shards.jsonl").read_text().splitlines()
     assert len(lines) == 116
     assert max(map(len, lines)) < 1.2 * min(map(len, lines))
-    assert json.loads((tmp_path / "s" / "store.json").read_text())["shards"] == []
+    assert json.loads((in_memory / "s" / "store.json").read_text())["shards"] == []
 
 
 def test_a_damaged_line_before_the_last_is_refused_by_name(tmp_path):

@@ -25,12 +25,13 @@ def numbers(rows) -> set[int]:
 
 def test_fractions_nest_and_leave_the_test_rows_alone(store):
     test = numbers(store.split("test"))
-    larger = numbers(store.split("train"))
+    larger = training = numbers(store.split("train"))
     for fraction in (0.5, 0.1, 0.01):
         assert numbers(store.split("test", fraction=fraction)) == test
         smaller = numbers(store.split("train", fraction=fraction))
         assert len(smaller) == pytest.approx(fraction * 18_000, rel=0.5)
         assert smaller < larger
+        assert numbers(store.split("train", fraction=fraction, rest=True)) == training - smaller
         larger = smaller
 
 

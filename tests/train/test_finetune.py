@@ -157,21 +157,6 @@ def test_held_out_kl_falls_and_l0_stays(sae, home, activation):
     assert again["fvu"] == pytest.approx(after["fvu"], rel=1e-4)
 
 
-def test_the_rows_of_eval_have_no_part_in_the_choice(home):
-    store = saecli.open_store(home / "activations" / "resid_post")
-    trained, compared, held_out, training = (
-        set(np.concatenate([*rows.column("document", 500)]).tolist())
-        for rows in (
-            store.split("train", fraction=TRAINED),
-            kept_out(home, "resid_post"),
-            store.split("test"),
-            store.split("train"),
-        )
-    )
-    assert trained | compared == training and not trained & compared
-    assert compared and not compared & held_out
-
-
 def kept_out(home: Path, name: str) -> Any:
     """The rows on which before and after are compared."""
     store = saecli.open_store(home / "activations" / name)

@@ -78,22 +78,6 @@ def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize:
     assert begun.W_enc.norm().item() == pytest.approx(begun.W_dec.norm().item())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", [TopK(k=4), Relu(), JumpRelu()], ids=str)
-def test_a_start_that_does_not_learn_has_the_error_of_its_sae(
-    sae: CommandLine, activation: Activation
-):
-    begin_with(sae, published(activation))
-    done = train_on(sae, *STILL)
-    (old,) = sae("eval", "old", "--json").json["runs"]
-    assert (done["act"], done["d_sae"]) == (activation.name, 20)
-    assert done["final"]["test_fvu"] == pytest.approx(old["fvu"], rel=1e-4)
-    assert done["final"]["test_l0"] == pytest.approx(old["l0"], rel=1e-3)
-    trained = saecli.load_sae(done["run"], sae.home)
-    for name in activation.of_codes:
-        assert getattr(trained.activation, name) == getattr(activation, name)
-
-
 def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
     begin_with(sae, published(TopK(k=4)))
     words = ["--steps", "1", "--lr", "1e-12", "--smoothing", "0"]

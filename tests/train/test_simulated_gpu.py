@@ -20,7 +20,6 @@ from saecli.base import devices
 from saecli.measure.evaluate import FeatureScores
 from saecli.measure.measured import Alignment
 from saecli.sae.codes import Codes, SparseCodes
-from saecli.sae.metrics import firing, reconstruction
 from saecli.store.opening import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
@@ -162,14 +161,15 @@ def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: St
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("measure", [saecli.evaluate, saecli.sparsity])
 def test_measuring_a_store_does_not_wait_per_batch(
-    run: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch
+    run: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch, measure: Callable
 ):
     counts = []
     for rows in (64, 16):
         monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
         with simulated_gpu.waits_within() as waits:
-            saecli.evaluate(run, stores[0], split="train", device=GPU)
+            measure(run, stores[0], split="train", device=GPU)
         counts.append(waits)
     assert counts[0] == counts[1]
 
@@ -279,17 +279,6 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     torch.testing.assert_close(average[0], torch.tensor([0, 0.1, 0, 0.3, 0, 0.5]))
     mean = 1e-3 * (1 + 9 + 25) / 3
     torch.testing.assert_close(square[0, ::2], torch.full((3,), mean))
-
-
-def test_measuring_does_not_wait_for_the_device() -> None:
-    sae, _ = trained("gpu", "sgd", "topk", {"k": 3})
-    batches = list(torch.from_numpy(ROWS).to("gpu").split(50))
-    for measure in (reconstruction, firing):
-        with simulated_gpu.waits_within() as few:
-            measure(sae, batches[:2])
-        with simulated_gpu.waits_within() as many:
-            measure(sae, batches)
-        assert few == many
 
 
 @pytest.mark.parametrize("act", ["relu", "topk"])

@@ -280,22 +280,6 @@ def launcher(hosts: tuple[str, str], number: int, port: int) -> list[str]:
     return ["ip", "netns", "exec", hosts[number], *torchrun(1, *where)]
 
 
-@pytest.mark.long
-def test_two_hosts_train_as_one_process_does(sae: CommandLine, hosts: tuple[str, str]):
-    make_store(sae.home, "rows", some_rows())
-    train = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2")
-    assert sae(*train, "--name", "one").status == 0
-    both = ("--home", sae.home, *train, "--name", "two")
-    with (
-        launched(launcher(hosts, 0, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as first,
-        launched(launcher(hosts, 1, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as second,
-    ):
-        done = first.done(), second.done()
-    assert [each.status for each in done] == [0, 0], done
-    assert done[0].out and not done[1].out and own_words(done[1].err) == []
-    assert_same_run(sae.home, "two", "one")
-
-
 @pytest.mark.slow
 def test_a_process_killed_on_one_host_ends_that_of_the_other(
     sae: CommandLine, hosts: tuple[str, str]

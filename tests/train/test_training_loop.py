@@ -1,7 +1,6 @@
 """The loop over trainings: one reading of the rows for all, and failures and interrupts among several; and a training
 cut at any checkpoint and resumed, which has, bit for bit, the weights of one never cut."""
 
-import json
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -328,23 +327,6 @@ def test_resumed_is_bit_for_bit_uninterrupted(
         if plan.start is not None:
             assert resumed.comparison.measures == first.comparison.measures
         assert same(sae, whole), after
-
-
-@pytest.mark.slow
-def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(1000))
-    make_run(sae.home, "old", random_sae())
-    words = "train --init old --epochs 4 --batch-size 64 --sparsity-weight 1".split()
-    assert sae(*words, "--name", "whole").status == 0
-    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", 2)
-    folder = sae.home / "runs" / "killed"
-    assert not json.loads((folder / "run.json").read_text())["complete"]
-    shutil.rmtree(sae.home / "runs" / "old")
-    done = sae("train", "--resume", "--json").json
-    assert (done["run"], done["epochs"]) == ("killed", 4)
-    assert_same_weights(sae.home, "whole", "killed")
-    steps = [line["step"] for line in read_metrics(folder)]
-    assert steps == [line["step"] for line in read_metrics(folder.with_name("whole"))]
 
 
 @pytest.mark.slow
