@@ -31,12 +31,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def sae(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> CommandLine:
-    command = CommandLine(tmp_path / "home", monkeypatch, capsys)
-    make_store(command.home, "rows", all_rows())
-    return command
+def sae(sae: CommandLine) -> CommandLine:
+    make_store(sae.home, "rows", all_rows())
+    return sae
 
 
 def all_rows() -> np.ndarray:

@@ -121,17 +121,6 @@ def test_folders_without_a_marker_are_listed_with_what_to_do(sae):
     assert "found 2 problems" in checked.err
 
 
-def test_a_store_json_that_does_not_fit_its_shards_is_named(sae):
-    sae("import", "digits", "--shard-rows", "600")
-    marker = sae.home / "activations" / "digits" / "store.json"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"columns": ["document"]}))
-    for refused in (sae("list", "--check"), sae("train", "--epochs", "1", "--d-sae", "8")):
-        assert refused.status == 1
-        said = " ".join((refused.out + refused.err).split())
-        assert f"{marker} does not fit shard" in said and "got ['document']" in said
-    assert not list((sae.home / "runs").glob("*"))
-
-
 def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
     sae("import", "digits", "--shard-rows", "600")
     assert "checked 1 store, 3 shards: all whole" in sae("list", "--check").err

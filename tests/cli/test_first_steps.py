@@ -9,14 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, make_store, some_rows
 from launching import captured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.base.errors import ConfigError, ModelError, StoreError
+from saecli.base.errors import ConfigError, StoreError
 from saecli.extract.options import BUNDLED
-from saecli.sae.formats import SavedSAE, save_native
 
 
 def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
@@ -51,12 +50,6 @@ def test_a_file_without_text_is_named(sae: CommandLine, tmp_path: Path, name: st
     assert f"there is no text in {tmp_path / name}" in done.err
 
 
-@pytest.mark.parametrize("name", ["gpt2/", "a/b/c", "-a", "a b"])
-def test_what_is_no_models_name_is_said_to_be_none(name: str):
-    with pytest.raises(ModelError, match="no model"):
-        saecli.extract(name)
-
-
 @pytest.mark.slow
 def test_a_bundled_model_is_found_as_a_shell_completes_a_folder(tmp_path: Path):
     stores = [
@@ -78,16 +71,6 @@ def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: P
     assert done.status == 1
     said = "its forward pass failed with RuntimeError: mat1 and mat2"
     assert f"{folder} cannot run on these tokens: {said}" in done.err
-
-
-def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    folder = make_run(sae.home, "run", random_sae(d_in=128))
-    (folder / "sae.safetensors").unlink()
-    save_native(SavedSAE(random_sae(d_in=128), {"layer": 1, "site": "../../etc"}), folder)
-    words = "steer run --latent 1 --scale 1 --prompt a --model tiny-gemma2"
-    done = sae(*words.split())
-    assert "run names an unknown site in its file: expected resid_post" in done.err
 
 
 @pytest.mark.slow

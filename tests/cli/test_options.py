@@ -141,14 +141,6 @@ def test_an_option_of_several_configurations_is_declared_alike():
                 assert declared.setdefault(name, option) == option
 
 
-def test_of_several_runs_the_one_that_cannot_be_trained_is_named(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(300))
-    words = "train --d-sae 24 --lr 1e-3 --lr 1e29 --solver sgd --epochs 9"
-    done = sae(*words.split())
-    assert done.status == 1 and "lower --lr" in done.err
-    assert done.err.splitlines()[-1].startswith("sae: sgd-relu-2: ")
-
-
 QUICK = ["--d-sae", "24", "--epochs", "2"]
 CHOICES = {
     "pam-sgd": "--solver pam-sgd --act jumprelu --no-revive --seed 3",

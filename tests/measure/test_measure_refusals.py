@@ -62,6 +62,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("first", steerable(d_in=128), {}),
         ("wide", steerable(), {}),
         ("deep", steerable(d_in=128), {"layer": 9}),
+        ("odd", steerable(d_in=128), {"site": "../../etc"}),
         ("two", steerable(d_in=128), {"inputs": TWO}),
         ("backwards", steerable(d_in=128), {"target_layer": 0, "target_site": "resid_post"}),
     ):
@@ -140,6 +141,7 @@ COMMANDS = [
     (f"steer backwards {ONE}", 2, "reads layer 1, resid_post after layer 0, resid_post"),
     (f"steer wide {ONE}", 2, "width, 128, got 16"),
     (f"steer deep {ONE}", 2, "--layer must be from 0 to 3"),
+    (f"steer odd {ONE}", 2, "odd names an unknown site in its file: expected resid_post"),
     (f"steer two {ONE}", 2, "must choose one hook point of two"),
     (f"steer two {ONE} --method clamp", 2, "--method must be add with two"),
     (f"steer {{home}}/saved {ONE}", 2, "give --layer and"),
@@ -165,7 +167,6 @@ HUGE = some_rows(100) * np.float32(1e25)
 STEER: dict[str, Any] = {"sae": "first", "prompts": "a", "latents": 1}
 # The function, its arguments, and words of the sentence.
 FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (saecli.evaluate, {"sae": "seed-0", "tokens": 5}, "--tokens does nothing without --model"),
     (saecli.evaluate, {"sae": "seed-0", "split": "other"}, "split must be one of"),
     (saecli.geometry, {"sae": "seed-0", "data": some_rows(50)}, "data must be a store"),
     (saecli.geometry, {"sae": "seed-0", "radius": 0.0}, "radius"),
@@ -173,7 +174,6 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.sparsity, {"sae": "seed-0", "device": "tpu"}, "device"),
     (saecli.push, {"sae": "seed-0", "repo": "one"}, "cannot push to 'one': expected USER/REPO"),
     (saecli.export, {"sae": "seed-0", "to": "other", "out": "x"}, "to must be one of saelens, "),
-    (saecli.controls, {"run": "run", "seeds": 0}, "seeds must be at least 1, got 0"),
     (saecli.refit, {"sae": random_sae(), "data": HUGE}, "expected finite products"),
     (saecli.stability, {"saes": []}, "expected two or more, got none"),
     (saecli.stability, {"saes": [ANOTHER, random_sae(d_in=5)]}, "sae 2 to have 8 as sae 1, got 5"),
