@@ -73,6 +73,7 @@ def make_run(
     fraction: float = 1.0,
     created: str = "2026-01-01",
     complete: bool = True,
+    origin: dict[str, Any] = RESIDUAL,
 ) -> Path:
     folder = home / "runs" / name
     folder.mkdir(parents=True)
@@ -87,7 +88,7 @@ def make_run(
         "result": None,
     }
     (folder / "run.json").write_text(json.dumps(document))
-    save_native(SavedSAE(sae, RESIDUAL), folder)
+    save_native(SavedSAE(sae, origin), folder)
     return folder
 
 
@@ -97,10 +98,9 @@ def make_transcoder(
     """A run from a store `x` to a store `y`, whose rows it returns."""
     x = make_store(home, "x", some_rows())
     y = make_store(home, "y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1))
-    folder = make_run(home, name, sae, data="x")
+    folder = make_run(home, name, sae, data="x", origin=origin)
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
-    save_native(SavedSAE(sae, origin), folder)
     return x, y
 
 

@@ -132,6 +132,16 @@ def drop_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
+def cut_tokenizer(folder: Path) -> None:
+    os.truncate(folder / "tokenizer.json", 200)
+
+
+def merges_without_tokens(folder: Path) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"] = {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
 def add_token(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["zz"])
@@ -153,6 +163,8 @@ def bring_code(folder: Path) -> None:
         ("llama", pickle, "use a model with model.safetensors"),
         ("llama", cut_short, "cannot load the model"),
         ("llama", add_token, f"cannot read the token {VOCABULARY}"),
+        ("llama", cut_tokenizer, "cannot load the tokenizer of"),
+        ("llama", merges_without_tokens, "cannot load the tokenizer of"),
         *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS),
     ],
 )

@@ -82,25 +82,13 @@ def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: 
     assert hub.sent["train-00001-of-00005.parquet"] == 0 < hub.sent["train-00004-of-00005.parquet"]
 
 
-@pytest.mark.long
-def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(
-    hub: ModelHub, tmp_path: Path, monkeypatch
-):
-    words = (
-        f"extract --model tiny-gemma2 --rows 9000 --shard-rows 500 --dataset {DATASET} "
-        f"--mix 3 --dataset {OTHER} --mix 1"
-    ).split()
-    assert run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole").returncode == 0
-    for name, value in hub.environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    signalled(tmp_path, [*words, "--name", "killed"], "00008.h5")
-    assert run(hub, tmp_path, "-m", "saecli", *words, "--name", "killed").returncode == 0
-    whole, killed = (tmp_path / "activations" / name for name in ("whole", "killed"))
-    assert_same_pass(killed, whole)
-    meta = ActivationStore.open(whole).meta
+@pytest.mark.slow
+def test_a_mixture_of_datasets_records_the_commit_of_each(hub: ModelHub, tmp_path: Path):
+    words = f"extract --model tiny-gemma2 --rows 900 --dataset {DATASET} --dataset {OTHER} --name x"
+    assert run(hub, tmp_path, "-m", "saecli", *words.split()).returncode == 0
+    meta = ActivationStore.open(tmp_path / "activations" / "x").meta
     commits = [part["dataset_revision"] for part in meta.source["mixture"]]
     assert commits == [hub.repos[name].head for name in (DATASET, OTHER)]
-    assert meta.sources[DATASET] / 9000 == pytest.approx(0.75, abs=0.02)
 
 
 @pytest.mark.slow

@@ -90,22 +90,3 @@ def test_a_tokenizer_of_another_model_is_told_by_its_bos(sae: CommandLine, folde
     result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
     assert result.status == 0
     assert "BOS is token 1 of its tokenizer and 7 in config.json" in result.err
-
-
-def merges_without_tokens(content: str) -> str:
-    document = json.loads(content)
-    document["model"] = {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}
-    return json.dumps(document)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda content: content[:200], lambda content: '{"a": 1}', merges_without_tokens],
-    ids=["cut", "foreign", "merges"],
-)
-def test_a_damaged_tokenizer_gets_one_sentence(sae: CommandLine, folder: Path, damage):
-    path = folder / "tokenizer.json"
-    path.write_text(damage(path.read_text()))
-    result = sae("extract", "--model", folder)
-    assert result.status == 1 and result.err.count("\n") == 1
-    assert f"cannot load the tokenizer of {folder}" in result.err

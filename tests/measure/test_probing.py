@@ -33,7 +33,6 @@ from saecli.measure.probes import (
     sparse_scores,
 )
 from saecli.sae.activations import AbsTopK
-from saecli.sae.formats import SavedSAE, save_native
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,10 +144,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def home(sae: CommandLine, package: Path) -> CommandLine:
     """A home with two SAEs of the bundled model's width."""
-    probed = steerable(d_in=128)
     for name, layer in (("first", 1), ("second", 2)):
         origin = {"model": TINY_GEMMA2, "layer": layer, "site": "resid_post"}
-        save_native(SavedSAE(probed, origin), make_run(sae.home, name, probed))
+        make_run(sae.home, name, steerable(d_in=128), origin=origin)
     return sae
 
 

@@ -173,11 +173,10 @@ def test_characters_of_several_tokens_and_chats_are_shown_whole(tmp_path: Path):
 def home(sae: CommandLine) -> CommandLine:
     """A home with an SAE of the bundled model's width."""
     origin = {"model": TINY_GEMMA2, **AT}
-    of_model = steerable(Relu(), d_in=128)
-    save_native(SavedSAE(of_model, origin), make_run(sae.home, "first", of_model))
+    make_run(sae.home, "first", steerable(Relu(), d_in=128), origin=origin)
     cross = SAE(**steerable(d_in=128).tensors(), activation=Relu(), widths=(64, 64))
     two = [{"layer": layer, "site": "resid_post"} for layer in (1, 2)]
-    save_native(SavedSAE(cross, origin | {"inputs": two}), make_run(sae.home, "narrow", cross))
+    make_run(sae.home, "narrow", cross, origin=origin | {"inputs": two})
     return sae
 
 

@@ -17,14 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.options import HookPoint
-from saecli.extract.passes import Passes, effects
 from saecli.extract.splice import StoredWindow, stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.store.split import is_test
 
 CONTEXT, LAYER, BOS = 12, 1, 1
 
@@ -64,28 +61,6 @@ def cut(model: LanguageModel, texts: list[Document]) -> list[StoredWindow]:
     return [StoredWindow(window.token_ids, window.kept) for window in windows]
 
 
-def test_effects_on_held_out_documents_match_plain_torch(
-    sae: CommandLine, folder: Path, model: LanguageModel
-):
-    extracted(sae.home, folder)
-    saes = [random_sae(d_in=WIDTH, seed=seed) for seed in range(2)]
-    for seed in range(2):
-        make_run(sae.home, f"run-{seed}", saes[seed], data="store", split_seed=5)
-    words = ["run-0", "run-1", "--model", folder, "--tokens", "1000000", "--json"]
-    done = sae("eval", *words)
-    assert done.status == 0, done.err
-    texts = [text for text in documents() if is_test(np.array([text.number]), seed=5)[0]]
-    assert len(texts) > 2
-    windows = cut(model, texts)
-    llama = LlamaForCausalLM.from_pretrained(folder).double()
-    for exact, measures in zip(saes, done.json["runs"], strict=True):
-        exact = exact.copy_to(torch.float64)
-        assert_same_effects(
-            measures, effects_by_hooks(llama, llama.model.layers[LAYER], windows, exact)
-        )
-    assert "special tokens (BOS) keep their own activations in ce_spliced" in done.err
-
-
 def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path):
     extracted(sae.home, folder)
     eye, zeros = torch.eye(WIDTH), torch.zeros(WIDTH)
@@ -96,20 +71,6 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path):
     assert measures["kl"] == pytest.approx(0, abs=1e-6)
     effect = ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
     assert list(measures)[-7:] == effect
-
-
-def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: LanguageModel):
-    draw = np.random.default_rng(1)
-    windows = [
-        StoredWindow(np.array([BOS, *draw.integers(4, 60, length)]), draw.random(length + 1) < 0.6)
-        for length in (11, 7, 11, 3)
-    ]
-    sae, place = random_sae(d_in=WIDTH), (HookPoint(LAYER, "resid_post"),)
-    ((measures,),) = effects([Passes(model)], windows, place, [place], [sae], lambda tokens: None)
-    llama, exact = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
-    assert_same_effects(
-        measures, effects_by_hooks(llama, llama.model.layers[LAYER], windows, exact)
-    )
 
 
 def test_a_crosscoder_of_two_models_is_spliced_into_each(

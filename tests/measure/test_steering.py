@@ -159,8 +159,7 @@ def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(
 def home(sae: CommandLine) -> CommandLine:
     """A home with an SAE of the bundled model's width, and the same SAE without its hook point."""
     sae_of_model = steerable(d_in=128)
-    saved = SavedSAE(sae_of_model, {"model": TINY_GEMMA2, **AT})
-    save_native(saved, make_run(sae.home, "first", sae_of_model))
+    make_run(sae.home, "first", sae_of_model, origin={"model": TINY_GEMMA2, **AT})
     saecli.save_sae(sae_of_model, sae.home / "nowhere")
     return sae
 

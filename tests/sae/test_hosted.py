@@ -14,7 +14,7 @@ from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
 from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, TopK
-from saecli.sae.formats import SavedSAE, load, save, save_native
+from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.hub import Address
 
 # The hub's client uploads large files by a call that its own HTTP library has deprecated.
@@ -134,9 +134,8 @@ def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the
 def test_no_path_of_this_machine_is_pushed(
     sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str
 ) -> None:
-    folder = make_run(sae.home, "run", random_sae())
     origin = {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}
-    save_native(SavedSAE(random_sae(), origin), folder)
+    make_run(sae.home, "run", random_sae(), origin=origin)
     assert sae("push", "run", "someone/saes", "--format", form).status == 0
     files = hub.repos["someone/saes"].files
     assert not any(b"/home/me" in content for content in files.values())

@@ -9,10 +9,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from storing import collect, make_meta, make_store
+from storing import collect, make_store
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from saecli.base.errors import StoreError
 from saecli.store.schema import StoreMeta
 from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
@@ -123,12 +122,3 @@ def test_blocks_already_encoded_are_stored_as_they_are(tmp_path, dtype):
     assert store.meta.dropped == {"nonfinite": 1}
     kept = np.delete(torch.from_numpy(rows).to(TORCH_TYPES[dtype]).float().numpy(), 3, axis=0)
     np.testing.assert_array_equal(collect(store.split("all").sequential(9)), kept)
-
-
-def test_a_store_of_no_rows_is_refused_with_the_counts(tmp_path):
-    with (
-        StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
-        pytest.raises(StoreError, match=r"no rows.*5 special, 2 nonfinite"),
-    ):
-        writer.append(np.full((2, 4), np.nan, np.float32), {}, {}, {"special": np.zeros(5, int)})
-        writer.finish()

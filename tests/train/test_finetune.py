@@ -27,7 +27,6 @@ from transformers import LlamaForCausalLM
 import saecli
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, save_native
 from saecli.store.reader import JoinedRows
 from saecli.store.split import Split
 from saecli.train import through
@@ -96,15 +95,12 @@ def begun(home: Path, activation: Any) -> SAE:
     store = saecli.open_store(home / "activations" / "resid_post")
     (rows,) = store.split("train").sequential(100_000)
     old = sae_of(torch.from_numpy(rows.copy()), activation)
-    folder = make_run(home, "old", old, data="resid_post")
     at = {"model": store.meta.source["model"], "layer": LAYER, "site": "resid_post"}
-    save_native(SavedSAE(old, at), folder)
+    make_run(home, "old", old, data="resid_post", origin=at)
     return old
 
 
-def oracle(
-    model: Path, windows: list[str], sae: SAE, weight: float, only: bool = False
-) -> tuple[float, Tensor]:
+def oracle(model: Path, windows: list[str], sae: SAE, weight: float) -> tuple[float, Tensor]:
     """The loss in float64, and its gradient in the decoder."""
     llama, sae = LlamaForCausalLM.from_pretrained(model).double(), sae.copy_to(torch.float64)
     sae.W_dec.requires_grad_()
@@ -293,8 +289,7 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
 def test_what_cannot_work_is_refused_in_a_sentence(sae, home, model, words, status, sentence):
     begun(home, TopK(k=4))
     make_store(home, "bare", some_rows(100, WIDTH))
-    wide = random_sae(d_in=WIDTH)
-    save_native(SavedSAE(wide, {}), make_run(home, "nowhere", wide, data="bare"))
+    make_run(home, "nowhere", random_sae(d_in=WIDTH), data="bare", origin={})
     make_run(home, "narrow", random_sae(), data="resid_post")
     done = sae(f"finetune {words}", *([] if "--model" in words else ["--model", model]))
     assert (done.status, sentence in " ".join(done.err.split())) == (status, True), done.err
