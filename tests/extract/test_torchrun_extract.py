@@ -69,6 +69,7 @@ def test_two_processes_store_the_rows_of_one_by_rank(sae: CommandLine, text, oth
         np.testing.assert_array_equal(columns, expected_columns)
         np.testing.assert_allclose(x, expected, rtol=0.02, atol=0.05)
         assert two.complete and two.verify() == []
+        assert sorted(windows_of(two)) == sorted(windows_of(one))
         assert two.meta.request_hash == one.meta.request_hash
         assert two.meta.dropped == one.meta.dropped
         ranks = stored(two.path)[1]["document"] % 2
@@ -94,15 +95,6 @@ def test_a_rank_without_documents_stores_no_row(sae: CommandLine, tmp_path: Path
     done = together(3, "--home", sae.home, *words)
     assert done.status == 0, done.err
     assert done.json["rows"] == len(by_document(sae.home, "few")[0]) > 5
-
-
-@pytest.mark.long
-def test_windows_of_two_processes_are_those_of_one(sae: CommandLine, text):
-    words = (*WORDS, "--dataset", text)
-    assert sae(*words, "--name", "one").status == 0
-    assert together(2, "--home", sae.home, *words, "--name", "two").status == 0
-    stores = [by_document(sae.home, name)[2] for name in ("one", "two")]
-    assert sorted(windows_of(stores[0])) == sorted(windows_of(stores[1]))
 
 
 @pytest.mark.long
