@@ -122,9 +122,8 @@ def test_gradients_of_codes_are_finite_differences_with_the_error_constant(
     tmp_path: Path, activation: Activation, frozen: bool
 ):
     """Of an SAE, and of a transcoder with a skip after it, whose error is a constant too."""
-    gpt2 = open_model(
-        tmp_path, "gpt2"
-    ).double()  # Llama's norms compute in float32.requires_grad_(not frozen)
+    # Llama's norms compute in float32.
+    gpt2 = open_model(tmp_path, "gpt2").double().requires_grad_(not frozen)
     first = at({"layer": 0, "site": "resid_post"}, activation).copy_to(torch.float64)
     second = at(MLP, activation, skip=True).copy_to(torch.float64)
     first.metadata, second.metadata = {"layer": 0, "site": "resid_post"}, MLP
