@@ -56,9 +56,6 @@ def test_the_same_request_is_a_cache_hit(sae: CommandLine, models, text):
     assert "made from something else; give another --name" in refused.err
 
 
-SITES = split("--layer 0 --layer 2 --site resid_post --site mlp_out")
-
-
 UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
 
 

@@ -44,7 +44,7 @@ def test_a_measurement_is_the_json_of_its_command(
 
 
 @pytest.mark.parametrize("act", [TopK(3), Relu()], ids=lambda act: act.name)
-def test_strides_of_an_sae_change_no_bit_of_its_measures(home: Path, act: Activation) -> None:
+def test_strides_of_an_sae_change_no_bit_of_its_measures(act: Activation) -> None:
     for d_in in (D, 24):
         rows = np.random.default_rng(d_in).standard_normal((50, d_in), np.float32)
         strided = random_sae(act, d_in)

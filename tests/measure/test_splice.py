@@ -23,7 +23,7 @@ from saecli.extract.windows import Windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 
-CONTEXT, LAYER, BOS = 12, 1, 1
+CONTEXT, LAYER = 12, 1
 
 
 @pytest.fixture(scope="module")

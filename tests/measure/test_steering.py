@@ -20,7 +20,7 @@ from saecli.sae.formats import SavedSAE, load, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
-BOS, EOS, PAD = 1, 2, 0
+BOS, EOS = 1, 2
 
 
 def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> Tensor:

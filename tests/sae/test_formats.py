@@ -35,7 +35,6 @@ GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
 GEMMA_270M = {"model": "google/gemma-3-270m", "layer": 5, "site": "resid_post"}
 QWEN_BASE = "Qwen/Qwen3-1.7B-Base"
-QWEN = "SAE-Res-Qwen3-8B-Base-W64K-L0_4"
 
 
 def to_mlp(layer: int) -> dict[str, Any]:
@@ -354,11 +353,6 @@ def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path)
     assert recognise(tmp_path / "empty") == "saelens"
 
 
-def errors_and_spread(expected: Published, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whose ratio is the FVU, by dimension."""
-    return ((expected.predicted - x) ** 2).sum(0), ((x - x.mean(0)) ** 2).sum(0)
-
-
 def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
     sae: CommandLine, tmp_path: Path
 ) -> None:
@@ -369,8 +363,8 @@ def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
         words += ["--data", f"place{place}"]
     done = sae("sparsity", expected.path, *words, "--split", "all", "--json")
     (measures,) = done.json["runs"]
-    parts = errors_and_spread(expected, WIDE_ROWS)
-    errors, spread = (part.reshape(PLACES, D).sum(1) for part in parts)
+    deviations = expected.predicted - WIDE_ROWS, WIDE_ROWS - WIDE_ROWS.mean(0)
+    errors, spread = ((each**2).sum(0).reshape(PLACES, D).sum(1) for each in deviations)
     assert [place["width"] for place in measures["places"]] == [D] * PLACES
     fvus = [place["fvu"] for place in measures["places"]]
     assert fvus == pytest.approx(errors / spread, rel=1e-4)

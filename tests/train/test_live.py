@@ -22,7 +22,7 @@ from saecli.extract.options import ExtractConfig
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
-from saecli.store.reader import ActivationStore, JoinedRows, Rows
+from saecli.store.reader import ActivationStore, Rows
 from saecli.store.schema import StoreMeta
 from saecli.store.split import WHOLE, Part, Split, is_test
 from saecli.store.values import DTYPES
@@ -311,15 +311,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
     return store.split("train", fraction=0.6)
 
 
-def joined(tmp_path: Path) -> JoinedRows:
-    stores = [
-        make_store(tmp_path / name, values, "bfloat16", documents=DOCUMENTS)
-        for name, values in (("in", VALUES), ("out", VALUES[:, ::2] ** 2))
-    ]
-    return JoinedRows((stores[0].split("train"),), stores[1].split("train"))
-
-
-def all_ways(rows: Rows | JoinedRows) -> tuple[np.ndarray, np.ndarray]:
+def all_ways(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Shuffled and in stored order, decoded."""
     return collect(rows.batches(64, seed=1, epoch=2)), collect(rows.sequential(64))
 
