@@ -17,5 +17,6 @@ extraction.py       saecli.extract, by one process or by ranks
 streaming.py        rows for training without a store
 splice.py           where an SAE acts in a model, and the windows to run it over
 spliced.py          saecli.spliced: SAEs in the forward passes of a loaded model; their codes, edited
+together.py         several SAEs in one forward pass
 passes.py           forward passes in parts; CE and KL with an SAE in place of the activations
 """

@@ -2,6 +2,7 @@
 
 measured.py      an SAE with the rows that it is measured on
 evaluate.py      FVU, L0, firing frequencies, known features found; which runs no other beats
+together.py      what several SAEs, spliced in at once, leave of the model
 stability.py     latents matched between seeds: PW-MCC; nearest decoder vectors
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts

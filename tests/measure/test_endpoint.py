@@ -171,7 +171,12 @@ def test_a_killed_process_goes_on_where_it_was(
 ):
     served.seconds, path = 0.1, tmp_path / "answers.jsonl"
     words = [sys.executable, "-c", ASK, served.url, MODEL, path]
-    with subprocess.Popen(words, stderr=subprocess.DEVNULL, env=os.environ) as process:
+    with subprocess.Popen(
+        words,
+        stderr=subprocess.DEVNULL,
+        env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
         while len(served.asked) < 6 and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(stop)
