@@ -177,11 +177,6 @@ def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))
 
 
-def window_for(batch_size: int) -> int:
-    """Bytes of a window that is large enough for whole units with such batches, within bounds."""
-    return min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
-
-
 class Deal:
     """Deals the wanted rows of a store to the windows of an epoch, and orders each window.
 
@@ -213,7 +208,9 @@ class Deal:
         self.batch_size = batch_size
         # Rows that leave in ascending order, so that whoever gathers them reads forward.
         self.run = max(1, RUN_BYTES // row_bytes)
-        window_rows = (window_bytes or window_for(batch_size)) // row_bytes
+        # Large enough for whole units with such batches, within bounds.
+        fitting = min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
+        window_rows = (window_bytes or fitting) // row_bytes
         self.windows = -(-wanted // max(window_rows, batch_size))
         self._unit = 1
         if self.windows > 1:
