@@ -48,15 +48,6 @@ class Communicator:
         """The mean over all processes; a new tensor unless there is one process."""
         return tensor if self.world_size == 1 else self.all_reduce(tensor.clone()) / self.world_size
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """Replace a contiguous tensor by its sum over all processes on rank 0, by zero on the others; returns it."""
-        if self.world_size > 1:
-            with _peers() as dist:
-                dist.reduce(tensor, 0)
-            if not self.is_main:
-                tensor.zero_()
-        return tensor
-
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous tensor by rank 0's; returns it."""
         if self.world_size > 1:
@@ -68,21 +59,14 @@ class Communicator:
         """All processes' rows, (n, ...), by rank, on rank 0; the others get back their own."""
         if self.world_size == 1:
             return rows
-        counts = self.all_gather_object(len(rows))
+        parts: list[Any] | None = [None] * self.world_size if self.is_main else None
         with _peers() as dist:
-            if not self.is_main:
-                if len(rows):
-                    dist.send(rows.contiguous(), 0)
-                return rows
-            parts = [rows]
-            for other in range(1, self.world_size):
-                part = rows.new_empty(counts[other], *rows.shape[1:])
-                if len(part):
-                    dist.recv(part, other)
-                parts.append(part)
+            dist.gather_object(rows.cpu(), parts)
+        if parts is None:
+            return rows
         import torch
 
-        return torch.cat(parts)
+        return torch.cat(parts).to(rows.device)
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Every process' value, in order of rank; values are pickled."""

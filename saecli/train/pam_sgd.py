@@ -221,13 +221,9 @@ class PamSolver(Solver):
             self.raised = max(self.raised, state.ridge)
 
     def record(self) -> dict[str, float]:
-        figures = {name: self.figures[name] for name in ("relative_alpha", "condition")}
-        known = {
-            name: self.figures[name]
-            for name in ("residual", "dof")
-            if not math.isnan(self.figures[name])
-        }
-        return {**super().record(), "alpha": self.alpha, **figures, **known}
+        names = ("relative_alpha", "condition", "residual", "dof")
+        known = {name: self.figures[name] for name in names if not math.isnan(self.figures[name])}
+        return {**super().record(), "alpha": self.alpha, **known}
 
     def notes(self) -> list[str]:
         chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae

@@ -70,7 +70,7 @@ def test_labels_of_a_model_stand_beside_rules_and_the_floor(sae: CommandLine, ju
     assert judging.asked == []
     assert f"{document['plan']['requests']} requests, {document['plan']['requests']}" in again.err
     for kind in KINDS:
-        assert len(re.findall(rf"│ {kind} +│", again.out.partition("told the label")[2])) == 4 + 1
+        assert len(re.findall(rf"│ {kind} +│", again.out.partition("given the label")[2])) == 4 + 1
     for line in document["latents"]:
         told = [(line["model"], "detection", 0.6), (line["rule"], "tokens", 0.55)]
         good = [kind["label"] for kind, name, least in told if (kind["scores"][name] or 0) > least]

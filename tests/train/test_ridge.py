@@ -323,7 +323,7 @@ def test_an_iteration_reconstructs_as_the_direct_solution(density, budget, rows)
     system = system_of("streamed", z, y.float(), block=64, budget=budget)
     state, exact = solved(system, terms), solved(system_of("sums", z.double(), y, block=64), terms)
     assert system.streams == (budget == 0)
-    assert state.residual <= TOLERANCE and 1 <= state.condition < np.inf
+    assert state.residual <= TOLERANCE
     fitted, expected = (z.double() @ decoder.W + decoder.b for decoder in (state, exact))
     assert (fitted - expected).norm() <= 1e-3 * (expected - y).norm()
 

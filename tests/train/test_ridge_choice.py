@@ -201,7 +201,7 @@ def test_a_start_near_the_solution_saves_iterations(monkeypatch):
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_conjugate_gradients_find_solution_residual_and_condition(spread):
+def test_conjugate_gradients_find_the_solution_and_its_residual(spread):
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (spread * torch.rand(30, generator=generator, dtype=torch.float64))
     matrix = positive(30) * size * size[:, None]
@@ -212,8 +212,6 @@ def test_conjugate_gradients_find_solution_residual_and_condition(spread):
     )
     np.testing.assert_allclose(matrix @ solution, right, atol=1e-7 * right.abs().max())
     assert descent.residual <= 1e-10
-    scaled = matrix / matrix.diagonal().sqrt() / matrix.diagonal().sqrt()[:, None]
-    assert descent.condition == pytest.approx(np.linalg.cond(scaled), rel=0.05)
 
 
 PATH = np.geomspace(LEAST, MOST, 101)  # over the mean diagonal

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,6 @@ COLUMNS = 256
 class Descent:
     residual: float  # of the worst column, over its right side, in the diagonal's norm
     iterations: int
-    condition: float  # of the preconditioned matrix, an estimate
 
 
 def conjugate_gradient(
@@ -46,7 +44,7 @@ def conjugate_gradient(
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
     size = torch.where(size > 0, size, 1.0)
     solution = start.clone()
-    steps: list[tuple[Tensor, Tensor]] = []
+    iterations = 0
     for _ in range(3):  # again from the true residual, from which the recurrence drifts
         residual = right - times(solution)
         scaled = inverse * residual
@@ -54,40 +52,22 @@ def conjugate_gradient(
         if square.sqrt().div(size).max() <= tolerance:
             break
         direction = scaled
-        while len(steps) < MOST_ITERATIONS and square.sqrt().div(size).max() > tolerance / 2:
+        while iterations < MOST_ITERATIONS and square.sqrt().div(size).max() > tolerance / 2:
             image = times(direction)
             step = square / _positive((direction * image).sum(0))
             solution.addcmul_(direction, step)
             residual.addcmul_(image, step, value=-1)
             scaled = inverse * residual
             square_before, square = square, (residual * scaled).sum(0)
-            ratio = square / _positive(square_before)
-            direction = torch.addcmul(scaled, direction, ratio)
-            steps.append((step, ratio))
+            direction = torch.addcmul(scaled, direction, square / _positive(square_before))
+            iterations += 1
     residuals = square.sqrt().div(size)
-    worst = int(residuals.argmax())
-    return solution, Descent(residuals[worst].item(), len(steps), _condition(steps, worst))
+    return solution, Descent(residuals.max().item(), iterations)
 
 
 def _positive(values: Tensor) -> Tensor:
     """With 1 for columns already solved, whose steps are then 0."""
     return torch.where(values > 0, values, 1.0)
-
-
-def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
-    """By the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
-    if not steps:
-        return 1.0
-    alphas, betas = (
-        torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True)
-    )
-    kept = int(np.argmin(alphas > 0)) or len(alphas)
-    alphas, betas = alphas[:kept], betas[: kept - 1]
-    diagonal = 1 / alphas
-    diagonal[1:] += betas / alphas[:-1]
-    off = np.sqrt(betas) / alphas[:-1]
-    values = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(off, 1) + np.diag(off, -1))
-    return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
 
 class StreamedCodes(System):
@@ -212,9 +192,6 @@ class Iterative(Factorisation):
         signs = torch.randint(2, (len(self._diagonal), 32), generator=generator)
         signs = signs.to(self._diagonal) * 2 - 1
         return Inverse((signs * self.solve(signs)).mean(1), self._block)
-
-    def condition(self) -> float:
-        return max((descent.condition for descent in self._descents), default=math.nan)
 
     def residual(self) -> float:
         return max((descent.residual for descent in self._descents), default=math.nan)

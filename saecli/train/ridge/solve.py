@@ -107,7 +107,7 @@ class DecoderState:
     relative_alpha: float
     ridge: float  # alpha + mu
     raised: bool  # whether a smaller ridge did not factorise
-    condition: float
+    condition: float  # of a factorised matrix; else nan
     residual: float  # of an iteration's worst column, over its right side; else nan
     dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
     skip: Tensor | None = None  # (D, E)

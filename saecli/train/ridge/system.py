@@ -203,9 +203,9 @@ class Factorisation(ABC):
         u = self.system.u
         return self.solve(one_hot(latents, len(u)).to(u).T)[latents]
 
-    @abstractmethod
     def condition(self) -> float:
-        """Estimate of the matrix's condition number; of an iteration's, preconditioned."""
+        """Estimate of the matrix's condition number; nan for an iteration."""
+        return math.nan
 
     def residual(self) -> float:
         """The largest so far over its right side; nan if solutions are exact to float64's rounding."""
