@@ -6,7 +6,6 @@ is s.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,20 +20,15 @@ TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decreas
 COLUMNS = 256
 
 
-@dataclass(frozen=True)
-class Descent:
-    residual: float  # of the worst column, over its right side, in the diagonal's norm
-    iterations: int
-
-
 def conjugate_gradient(
     times: Callable[[Tensor], Tensor],
     right: Tensor,
     start: Tensor,
     diagonal: Tensor,
     tolerance: float,
-) -> tuple[Tensor, Descent]:
-    """Solve `A X = G`, (F, C), float64, for a symmetric positive definite A, given by its products and diagonal.
+) -> tuple[Tensor, float]:
+    """Solve `A X = G`, (F, C), float64, for a symmetric positive definite A, given by its products and diagonal; X, and
+    the residual of the worst column, over its right side, in the diagonal's norm.
 
     It ends when each residual's `sqrt(r' diag^-1 r)` is below the tolerance times G's. Iterations grow as the root of
     the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents that never fire together (Saad, "Iterative
@@ -61,8 +55,7 @@ def conjugate_gradient(
             square_before, square = square, (residual * scaled).sum(0)
             direction = torch.addcmul(scaled, direction, square / _positive(square_before))
             iterations += 1
-    residuals = square.sqrt().div(size)
-    return solution, Descent(residuals.max().item(), iterations)
+    return solution, square.sqrt().div(size).max().item()
 
 
 def _positive(values: Tensor) -> Tensor:
@@ -174,7 +167,7 @@ class Iterative(Factorisation):
         self._codes, self._shrink = system, shrink
         self._added = decay + ridge  # (F,)
         self._diagonal = system.diagonal(shrink).clamp(min=0) + self._added
-        self._descents: list[Descent] = []
+        self._residuals: list[float] = []
 
     def solve(self, right: Tensor) -> Tensor:
         """Some 30 to 100 products, each of 4 N K C operations for K entries per row."""
@@ -194,7 +187,7 @@ class Iterative(Factorisation):
         return Inverse((signs * self.solve(signs)).mean(1), self._block)
 
     def residual(self) -> float:
-        return max((descent.residual for descent in self._descents), default=math.nan)
+        return max(self._residuals, default=math.nan)
 
     def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:
         def times(V: Tensor) -> Tensor:
@@ -206,10 +199,10 @@ class Iterative(Factorisation):
             columns = slice(begin, begin + width)
             G = right[:, columns]
             guess = G / self._diagonal[:, None] if start is None else start[:, columns].double()
-            solution[:, columns], descent = conjugate_gradient(
+            solution[:, columns], residual = conjugate_gradient(
                 times, G, guess, self._diagonal, TOLERANCE
             )
-            if not math.isfinite(descent.residual):
+            if not math.isfinite(residual):
                 raise TrainingError(NOT_FINITE)
-            self._descents.append(descent)
+            self._residuals.append(residual)
         return solution
