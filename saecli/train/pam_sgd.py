@@ -174,6 +174,7 @@ class PamSolver(Solver):
     def solve_for_decoder(self, due: Pass, moments: Moments) -> DecoderState:
         """The decoder's optimum, the same in all processes."""
         dictionary, needless = self.dictionary, self.needless(moments)
+        terms = self.terms(due, moments, self.alpha)  # in all processes: it may turn latents off
         tensors = {
             "Delta": dictionary.Delta,
             "b": dictionary.b_dec,
@@ -183,7 +184,7 @@ class PamSolver(Solver):
         like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         state = None
         if self.communicator.is_main or moments.solved_together:
-            state = self._solution(due, moments, needless)
+            state = self._solution(due, moments, terms, needless)
             rounded: dict[str, Any] = {
                 name: getattr(state, name).to(dictionary.W_enc.dtype) for name in like
             }
@@ -194,13 +195,13 @@ class PamSolver(Solver):
         """How many latents the solution finds that are missed least."""
         return 0
 
-    def _solution(self, due: Pass, moments: Moments, needless: int) -> DecoderState:
-        alpha = self.alpha
-        chooses = due.chooses or math.isnan(alpha)
+    def _solution(self, due: Pass, moments: Moments, terms: Terms, needless: int) -> DecoderState:
+        chooses = due.chooses or math.isnan(terms.alpha)
         penalised = bool(self.task.training.sparsity_weight) and moments.norm_weights.any()
         if due.kind == "last" and penalised and self.config.alpha == "auto":
-            alpha, chooses = math.nan, True  # without the penalty it is another problem
-        terms = self.terms(due, moments, alpha)
+            # Without the penalty it is another problem.
+            terms = replace(terms, alpha=math.nan)
+            chooses = True
         factorisation = None
         if chooses:
             last_alpha = None if math.isnan(terms.alpha) else terms.alpha

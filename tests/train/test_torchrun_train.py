@@ -34,7 +34,8 @@ VARIANTS = {
     "few-rows": "--fraction 0.003 --act abs-topk --k 4 --batch-size 10 --epochs 5".split(),
     "paper": ("--solver", "pam", "--act", "relu"),
 }
-OTHERS = [name for name in VARIANTS if name not in ("topk", "paper")]
+IN_CI = ("topk", "paper", "l1")
+OTHERS = [name for name in VARIANTS if name not in IN_CI]
 PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
 
 WITHOUT_MEMORY = """
@@ -106,7 +107,7 @@ def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tup
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    ["topk", "paper", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)],
+    [*IN_CI, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)],
 )
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     more = VARIANTS[variant]
