@@ -35,7 +35,7 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
     Path("notes.txt").write_text(NOTES)
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     chain = "extract train eval sparsity geometry report finetune train extract train eval"
-    names = [*chain.split(), "extract", "train"]
+    names = [*chain.split(), "export", "extract", "train"]
     assert [shlex.split(line, comments=True)[:2] for line in lines] == [
         ["sae", name] for name in names
     ]
@@ -50,6 +50,10 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
     assert here("sparsity", "crosscoder", "--plot", "crosscoder.png").status == 0
     assert Path("crosscoder-places.png").exists()
     assert Path("pages/index.html").exists()
+    assert sorted(path.name for path in Path("set").iterdir()) == [
+        "config.yaml",
+        *(f"layer_{layer}.safetensors" for layer in range(4)),
+    ]
     for block in blocks("python"):
         namespace: dict = {}
         exec(block, namespace)
