@@ -274,11 +274,13 @@ def is_of_tokens(tensor: Tensor, windows: Sequence[int]) -> bool:
 
 
 def first_tensor(given: Mapping[Any, Any]) -> Any:
-    """The key of the activations among a module's arguments, by position or name; None if none is a tensor."""
+    """The key of the activations, or tokens, among a module's arguments, by position or name; None without a tensor."""
     tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
-    if 0 not in tensors and "hidden_states" in tensors:
-        return "hidden_states"
-    return next(iter(tensors), None)
+    if 0 in tensors:
+        return 0
+    # Names in any order: generation in transformers 5.0 gives cache_position first.
+    named = [name for name in ("hidden_states", "input_ids", "inputs_embeds") if name in tensors]
+    return next(iter([*named, *tensors]), None)
 
 
 def folded(name: str) -> str:

@@ -60,7 +60,7 @@ def test_stores_of_a_module_hold_what_a_plain_hook_sees(
     assert [store["name"] for store in stores] == (
         [f"s-{names.format(layer)}" for layer in layers] if "*" in module else ["s"]
     )
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for layer, store in zip(layers, stores, strict=True):
         path = module.replace("*", str(layer))
         assert store["source"]["module"] == f"{path}:{side}"
