@@ -130,7 +130,8 @@ def points_of(
     modules: Sequence[str] = (),
 ) -> list[HookPoint]:
     """Every module of such a name, with its side, of every model; else every site of every layer: a number, several,
-    "all", or None for the middle one. ConfigError for one that a model lacks."""
+    "all", or None for the middle one; a site may be a module of the block with its side. ConfigError for one that a
+    model lacks."""
     if modules:
         from .language_model import modules_of
 
@@ -139,7 +140,7 @@ def points_of(
         found = [point for (number, tree), name in named for point in tree.points(name, number)]
         return list(dict.fromkeys(found))
     for site in sites:
-        if site not in SITES:
+        if not HookPoint(0, site).is_known:
             raise unknown_choice("site", site, SITES)
     layers: Sequence[int] = range(models[0].layers)
     if isinstance(layer, int):

@@ -79,10 +79,8 @@ def open_stream(
     at_revisions(config.model, config.model_revision)  # raises if there are several for one model
     text.demand_read()
     layer, site = at
-    if layer is None and ":" in site:
-        points = points_of([source], None, [], [site])
-    else:
-        points = points_of([source], layer, [site])
+    modules = [site] if layer is None and ":" in site else []
+    points = points_of([source], layer, [site], modules)
     if len(points) > 1:
         raise ConfigError(
             f"--module must name one module to train on, got {len(points)} for {site}; name a layer"
@@ -124,11 +122,7 @@ def open_stream(
     chosen |= {
         "model": _absolute(config.model),
         **({"model_revision": [source.revision]} if source.revision else {}),
-        **(
-            {"module": model.modules.named(request.point)}
-            if at[0] is None and ":" in at[1]
-            else request.point.place
-        ),
+        **({"module": model.modules.named(request.point)} if modules else request.point.place),
         "rows": config.rows,
         "context": config.context,
         "model_dtype": config.model_dtype,

@@ -132,7 +132,10 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     steered = sae("steer run --latent 3 --scale 9 --prompt abc --max-new-tokens 3")
     assert "layer 1, mlp.down_proj:in" in steered.out
     assert sae("finetune run --tokens 400 --name tuned").status == 0
-    assert saecli.load_sae("tuned", home=sae.home).metadata["site"] == "mlp.down_proj:in"
+    streamed = sae("finetune run --tokens 400 --name streamed --context 12 --dataset", text)
+    assert streamed.status == 0, streamed.err
+    for tuned in ("tuned", "streamed"):
+        assert saecli.load_sae(tuned, home=sae.home).metadata["site"] == "mlp.down_proj:in"
     reported = sae("report run --json --out", tmp_path / "page", "--model", folder).json
     assert "mlp.down_proj:in is not in the residual stream" in " ".join(reported["notes"])
     assert sae("export run --to saelens --out", tmp_path / "out").status == 0
