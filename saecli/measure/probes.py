@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -388,8 +389,13 @@ def _matches(name: str, word: str) -> bool:
 def _read_table(path: Path, columns: list[str]) -> pandas.DataFrame:
     import zstandard  # comes with sae-probes
 
+    # pandas alone would take what is left of a file that is cut off.
+    stream = zstandard.ZstdDecompressor().decompressobj()
     try:
-        return pandas.read_csv(path, usecols=columns, dtype=str, keep_default_na=False)
+        content = stream.decompress(path.read_bytes())
+        if not stream.eof:
+            raise ValueError("a file that is cut off")
+        return pandas.read_csv(BytesIO(content), usecols=columns, dtype=str, keep_default_na=False)
     except (OSError, ValueError, zstandard.ZstdError) as error:
         raise ModelError(
             f"cannot read {path}: expected a table of {' and '.join(columns)}, got {one_line(error)}; "

@@ -211,8 +211,11 @@ def test_sets_and_context_are_refused_in_one_sentence(
 
 def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
     path = package / "cleaned_data" / "5_last_word.csv.zst"
-    whole = path.read_bytes()
-    for content in (whole[:40], b"text", None):
+    rng = np.random.default_rng(0)
+    lines = [(f"text {number}", str(number % 2)) for number in rng.integers(1 << 40, size=40_000)]
+    probe_sets.write(path, ("prompt", "target"), lines)
+    whole = path.read_bytes()  # of several blocks: what is left of it is a table too
+    for content in (whole[:40], whole[: len(whole) // 2], b"text", None):
         path.unlink() if content is None else path.write_bytes(content)
         done = home("probe", "first", "--sets", "5")
         assert done.status == 1 and f"cannot read {path}: expected a table of" in done.err
