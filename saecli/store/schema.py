@@ -47,6 +47,7 @@ MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 Positive = Annotated[int, Ge(1), Le(MOST)]
 Weight = Annotated[float, Gt(0), Lt(math.inf)]
 CHUNK_BYTES = 1 << 20
+DEMANDED = ("created", "complete", "chunk_rows", "columns", "dropped", "shards")  # in store.json
 SHARD_BYTES = 64 << 20
 
 
@@ -242,19 +243,37 @@ class StoreMeta:
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
         demand_version(text, FORMAT_VERSION, oldest=FORMAT_VERSION)
+        document = parse_json(text, dict[str, Any])
+        for name in DEMANDED:
+            if name not in document:
+                raise ValueError(f"expected a field {name}, got none")
         meta = parse_json(text, cls)
         meta.demand_shards()
         return meta
 
     def demand_shards(self) -> None:
-        """ValueError for names of shards, or weights, that no writer makes; shards are compared when they are read."""
+        """ValueError if the columns or the list of shards are not as a writer makes them."""
+        for column in self.columns:
+            if column not in COLUMNS or self.columns.count(column) > 1:
+                raise ValueError(
+                    f"columns: expected some of {', '.join(COLUMNS)}, each once, got {column!r}"
+                )
         if self.reads and len(self.reads) != self.d_in:
             raise ValueError(f"reads: expected {self.d_in} numbers or none, got {len(self.reads)}")
+        if self.ranks and self.shards:
+            raise ValueError(
+                "expected no list of shards beside `ranks`, whose stores have their own"
+            )
         for index, shard in enumerate(self.shards):
             # An edited name must not lead out of the store.
             if shard.file != shard_name(index):
                 raise ValueError(
                     f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}"
+                )
+            is_last = index + 1 == len(self.shards)
+            if shard.rows > self.shard_rows or (shard.rows < self.shard_rows and not is_last):
+                raise ValueError(
+                    f"expected {self.shard_rows} rows in shard {shard.file}, got {shard.rows}"
                 )
 
 

@@ -66,6 +66,7 @@ def test_a_damaged_line_before_the_last_is_refused_by_name(tmp_path):
     path = tmp_path / "s" / "shards.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     for changed, said in (
+        (lines[0].replace('"rows": 20', '"rows": 21'), "expected 20 rows in shard 00000.h5, got"),
         (lines[0].replace("00000.h5", "00001.h5"), "expected shard 0 to be named 00000.h5"),
         (lines[0][:50] + "\n", "line 1: "),
         ("{}\n", "line 1: expected a field shard"),
