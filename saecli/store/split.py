@@ -26,6 +26,8 @@ from .values import DTYPES
 
 Which = Literal["train", "test", "all"]
 TEST_FRACTION = 0.1
+LARGEST_TABLE = 1 << 20  # numbers that are permuted by a table
+ROUNDS = 6
 WINDOW_BYTES, LARGEST_WINDOW_BYTES = 256 << 20, 1 << 30
 # Random reads of this size reach about half a disk's speed, or more where others are near.
 UNIT_BYTES = 64 << 10
@@ -164,17 +166,56 @@ class Split:
         if self.fraction == 1:
             return ~held_out
         chosen = _hashes(ids, self.seed, _TRAIN_STREAM) < np.uint64(_limit(self.fraction))
-        chosen |= np.isin(ids, self.also_train)
-        return ~held_out & (chosen != self.rest)
+        return ~held_out & (_or_among(chosen, ids, self.also_train) != self.rest)
 
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
         chosen = is_test(ids, seed=self.seed, test_fraction=self.test_fraction)
-        return chosen | np.isin(ids, self.also_test)
+        return _or_among(chosen, ids, self.also_test)
+
+
+def _or_among(chosen: np.ndarray, ids: np.ndarray, others: tuple[int, ...]) -> np.ndarray:
+    return chosen | np.isin(ids, others) if others else chosen
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """The indices of the rows that begin a window, a run of one document's rows with ascending positions; not row 0."""
     return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))
+
+
+class Permutation:
+    """A random permutation of `range(count)`, in memory of order `sqrt(count)`.
+
+    Up to 2^20 numbers it is a table. Beyond, it is a Feistel network, which makes a bijection of all b-bit numbers from
+    random functions of b/2 bits (Luby and Rackoff 1988), applied again to images outside the range.
+    """
+
+    def __init__(self, count: int, rng: np.random.Generator) -> None:
+        self.count = count
+        self._table = None
+        if count <= LARGEST_TABLE:
+            self._table = rng.permutation(count)
+            return
+        bits = max(2, (count - 1).bit_length())
+        self._low = bits // 2
+        sizes = (1 << self._low, 1 << (bits - self._low))
+        self._functions = [
+            rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)
+        ]
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        if self._table is not None:
+            return self._table[numbers]
+        images = self._network(numbers)
+        while len(outside := np.flatnonzero(images >= self.count)):
+            images[outside] = self._network(images[outside])
+        return images
+
+    def _network(self, numbers: np.ndarray) -> np.ndarray:
+        high, low = numbers >> self._low, numbers & ((1 << self._low) - 1)
+        for of_low, of_high in zip(self._functions[::2], self._functions[1::2], strict=True):
+            high = high ^ of_low[low]
+            low = low ^ of_high[high]
+        return (high << self._low) | low
 
 
 class Deal:
@@ -184,7 +225,7 @@ class Deal:
     each window's from all over the store. A window of units of n rows is ordered in n turns: every unit gives one row
     to each turn, at the same position in all. Two rows of a unit are then a turn's length apart or more, and never in
     one batch shorter than a turn. So a batch holds no more pairs of rows of one document than under a uniform shuffle,
-    and the disk is still read in runs. Memory: 8 bytes per unit of the store.
+    and the disk is still read in runs.
 
     Args:
         stored, wanted: numbers of rows.
@@ -215,13 +256,16 @@ class Deal:
         self._unit = 1
         if self.windows > 1:
             self._unit = max(1, min(UNIT_BYTES // row_bytes, window_rows // (2 * batch_size)))
-        self._permutation = np.random.default_rng(seed).permutation(-(-stored // self._unit))
-        self._units = -(-len(self._permutation) // self.windows)
+        self._permutation = Permutation(-(-stored // self._unit), np.random.default_rng(seed))
+        self._units = -(-self._permutation.count // self.windows)
 
     def window(self, number: int) -> np.ndarray:
         """The rows of a window, (R,) int64 numbers within the store, in order. Cost: about 30 ns per stored row."""
         first = number * self._units
-        units = np.sort(self._permutation[first : first + self._units])  # `keeps` goes forward
+        units = self._permutation(
+            np.arange(first, min(first + self._units, self._permutation.count))
+        )
+        units.sort()  # so that `keeps` goes forward
         rows = (units[:, None] * self._unit + np.arange(self._unit)).ravel()
         kept = rows < self._stored  # the last unit may be short
         if (wanted := self._keeps(np.minimum(rows, self._stored - 1))) is not None:
