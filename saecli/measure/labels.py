@@ -11,13 +11,14 @@ others; by a language model; or a rule's; the latter two if a balanced accuracy 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import pandas
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
 from ..base.files import regular, to_json, write_json
+
+if TYPE_CHECKING:
+    import pandas
 
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
@@ -92,6 +93,8 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
     Entries are as Neuronpedia exports them, `{"index": "12", "description": "..."}`, or `{"latent": 12, "label":
     "..."}`. Of several labels of a latent the first counts. FormatError if the entries are others, or of another SAE.
     """
+    import pandas  # a sixth of a second, which commands that only show labels need not wait
+
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     table = pandas.concat([_table(file) for file in files])
     sources = table.reindex(columns=["modelId", "layer"]).drop_duplicates()
@@ -111,8 +114,10 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
     return labels
 
 
-def _table(path: Path) -> pandas.DataFrame:
+def _table(path: Path) -> "pandas.DataFrame":
     """The columns of a file, as text; latents and labels by our names."""
+    import pandas
+
     name = path.name.removesuffix(".gz")
     try:
         regular(path)
