@@ -21,13 +21,13 @@ from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import DENSE_FREQUENCY
 from .endpoint import ANSWERS, Endpoint, Server
-from .excerpts import SEED, Corpus, LatentExcerpts, excerpts_of, gather
+from .excerpts import Corpus, LatentExcerpts, excerpts_of, gather
 from .judge import COUNTS, KINDS, judge
 from .judge import SCORES as JUDGED
 from .labels import LABELS, Label, Labels, add_labels, others_labels, read_labels, shown
 from .measured import ChosenRows, Measured, RowsLike
 from .probes import mean_and_interval
-from .rules import Rule, Tokens, choose_rules, score
+from .rules import Rule, Tokens, choose_rules, score, shuffled
 
 SCORES = ("texts", "tokens")
 Scores = dict[str, float | None]
@@ -97,7 +97,7 @@ def explain(
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
     rules = choose_rules(Tokens(corpus, texts))
     ruled = {latent: rule for latent, rule in enumerate(rules) if rule and latent in corpus.near}
-    scores, shuffled = _scores(corpus, ruled, listener)
+    scores, floor = _scores(corpus, ruled, listener)
     found = {}
     for latent, rule in ruled.items():
         dense = firings[latent] > DENSE_FREQUENCY * rows
@@ -119,7 +119,7 @@ def explain(
         "latents": [
             _line(latent, float(firings[latent] / rows), everything) for latent in corpus.near
         ],
-        "scores": [_means("rule", scores), _means("rule, shuffled", shuffled)],
+        "scores": [_means("rule", scores), _means("rule, shuffled", floor)],
         **by_judge,
     }
 
@@ -128,16 +128,15 @@ def _scores(
     corpus: Corpus, rules: Mapping[int, Rule], listener: Listener
 ) -> tuple[dict[int, Scores], dict[int, Scores]]:
     """The scores of each latent's rule, and of another latent's."""
-    order = np.random.default_rng(SEED).permutation(list(rules)).tolist()
-    scores, shuffled = {}, {}
+    others, scores, floor = shuffled(rules), {}, {}
     with listener.progress("scoring", len(rules), "latents") as show:
-        for done, (latent, other) in enumerate(zip(order, np.roll(order, 1).tolist(), strict=True)):
+        for done, (latent, rule) in enumerate(rules.items()):
             show(done)
             spans = corpus.spans(latent)
-            scores[latent] = score(rules[latent], corpus, latent, spans)
-            if other != latent:
-                shuffled[latent] = score(rules[other], corpus, latent, spans)
-    return scores, shuffled
+            scores[latent] = score(rule, corpus, latent, spans)
+            if latent in others:
+                floor[latent] = score(others[latent], corpus, latent, spans)
+    return scores, floor
 
 
 def _judged(

@@ -24,7 +24,7 @@ import numpy as np
 
 from .endpoint import Ask, Chat
 from .excerpts import Excerpt, LatentExcerpts
-from .rules import balanced_accuracy
+from .rules import balanced_accuracy, shuffled
 
 BATCH = 5  # most excerpts of a question
 LABEL_WORDS = 15
@@ -176,14 +176,6 @@ def _questions(prompt: str, label: str, lines: Sequence[tuple[str, str]]) -> lis
         chat = (example, EXAMPLE_ANSWER, filled)
         questions.append(Question(chat, tuple(kind for _, kind in part)))
     return questions
-
-
-def shuffled(labels: Mapping[int, str], seed: int = 0) -> dict[int, str]:
-    """Each latent with another one's label; empty for fewer than two."""
-    latents = np.random.default_rng(seed).permutation(list(labels)).tolist()
-    others = np.roll(latents, 1).tolist()
-    pairs = zip(latents, others, strict=True)
-    return {latent: labels[other] for latent, other in pairs if latent != other}
 
 
 def scored(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, Any]:

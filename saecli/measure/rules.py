@@ -15,10 +15,10 @@ Shapes: n tokens, V values of a kind, F = d_sae.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas
@@ -26,8 +26,9 @@ from scipy.sparse import csc_array, csr_array
 
 from ..base.errors import printable
 from ..extract.tokenizer import TokenTexts
-from .excerpts import Corpus, Spans
+from .excerpts import SEED, Corpus, Spans
 
+OfLatent = TypeVar("OfLatent")
 LEAST_GAIN = 0.015
 CLASSES = {  # the first that fits
     "digits": r"\d+",
@@ -206,3 +207,11 @@ def balanced_accuracy(said: np.ndarray, true: np.ndarray) -> float | None:
     if true.all() or not true.any():
         return None
     return float(said[true].mean() + (~said[~true]).mean()) / 2
+
+
+def shuffled(values: Mapping[int, OfLatent], seed: int = SEED) -> dict[int, OfLatent]:
+    """Each latent with another one's value, such as its label: the floor of scores; empty for fewer than two."""
+    latents = np.random.default_rng(seed).permutation(list(values)).tolist()
+    others = np.roll(latents, 1).tolist()
+    pairs = zip(latents, others, strict=True)
+    return {latent: values[other] for latent, other in pairs if latent != other}
