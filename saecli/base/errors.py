@@ -132,12 +132,17 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
+def numbers_in_words(numbers: Iterable[int], least: int = 3) -> str:
+    """Different numbers as in "3", "0, 1, 7" and, if `least` or more follow each other, "4 to 29"."""
+    ordered = sorted(numbers)
+    if len(ordered) >= least and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered))
+
+
 def layers_in_words(layers: Iterable[int]) -> str:
-    """As in "layer 3", "layers 0, 1, 7" and "layers 4 to 29"."""
-    numbers = sorted(layers)
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"layers {numbers[0]} to {numbers[-1]}"
-    return f"layer{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+    numbers = list(layers)
+    return f"layer{'' if len(numbers) == 1 else 's'} {numbers_in_words(numbers)}"
 
 
 def size_words(count: float) -> str:

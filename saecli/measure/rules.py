@@ -17,14 +17,13 @@ Shapes: n tokens, V values of a kind, F = d_sae.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas
 from scipy.sparse import csc_array, csr_array
 
-from ..base.errors import printable
+from ..base.errors import numbers_in_words, printable
 from ..extract.tokenizer import TokenTexts
 from .excerpts import SEED, Corpus, Spans
 
@@ -120,11 +119,7 @@ class Rule:
     def label(self) -> str:
         values = ", ".join(self.values)
         if self.words.startswith("position"):
-            positions = sorted(map(int, self.values))
-            steps = [after - before for before, after in pairwise(positions)]
-            values = ", ".join(map(str, positions))
-            if steps and set(steps) == {1}:
-                values = f"{positions[0]} to {positions[-1]}"
+            values = numbers_in_words(map(int, self.values), least=2)
         return self.words.format(values)
 
     def matches(self, tokens: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from ..base.errors import counted, number, printable, size_words
+from ..base.errors import counted, number, numbers_in_words, printable, size_words
 from ..base.home import Home
 
 LONG = 24  # characters of a word that is folded rather than leave other columns no room
@@ -107,11 +107,8 @@ def modules_table(document: Mapping[str, Any]) -> RenderableType:
 
     rows = []
     for module in document["modules"]:
-        layers = module["layers"]
-        words = ", ".join(map(str, layers))
-        if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
-            words = f"{layers[0]} to {layers[-1]}"
-        rows.append([module["module"], words, cell(module["in"]), cell(module["out"])])
+        layers = numbers_in_words(module["layers"])
+        rows.append([module["module"], layers, cell(module["in"]), cell(module["out"])])
     title = f"modules of {document['model']}: widths of their inputs and outputs, and the sites that they are"
     return table(title, ["--module", "layers", ":in", ":out"], rows)
 
