@@ -18,7 +18,7 @@ from ..base.console import Listener
 from ..extract.tokenizer import TokenTexts
 from ..store.split import TEST_FRACTION, Which
 from .latents import CoFiring, in_blocks
-from .measured import Measured
+from .measured import Measured, at_tokens
 from .stability import neighbours
 
 LENGTH, BEFORE = 32, 23  # most tokens of an excerpt, and those before its peak
@@ -178,11 +178,7 @@ def _sample(
         of_rows = csr_array(z.float().cpu().numpy())
         position = np.full(len(texts.token_ids), -1)
         position[texts.stored] = block.columns[1]
-        counts = np.zeros(len(position), np.int64)
-        counts[texts.stored] = np.diff(of_rows.indptr)
-        offsets = np.append(0, counts.cumsum())
-        shape = len(position), run.sae.d_sae
-        codes.append(csr_array((of_rows.data, of_rows.indices, offsets), shape=shape))
+        codes.append(at_tokens(of_rows, texts.stored))
         tokens.append(texts.token_ids)
         positions.append(position)
         lengths.append(np.diff(texts.starts))

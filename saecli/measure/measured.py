@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from ..store.split import Which
 from ..store.values import OUTLYING
 from ..store.worlds import World
 from ..train.rows import ArrayLike, ArrayRows
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 # A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by
 # side; None for the stores that the run was trained on, else the newest.
@@ -354,6 +357,16 @@ def sampled(
         left -= len(batch)
         if left <= 0:
             return
+
+
+def at_tokens(codes: "csr_array", is_row: np.ndarray) -> "csr_array":
+    """The codes of rows, (n, F), as codes of tokens, (T, F): of those that are rows, (T,) bool; none of the others."""
+    from scipy.sparse import csr_array  # which not all measures need
+
+    counts = np.zeros(len(is_row), np.int64)
+    counts[is_row] = np.diff(codes.indptr)
+    offsets = np.append(0, counts.cumsum())
+    return csr_array((codes.data, codes.indices, offsets), shape=(len(is_row), codes.shape[1]))
 
 
 def held_out(measured: Measured) -> Measured:

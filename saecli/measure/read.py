@@ -31,7 +31,7 @@ from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import Firing
 from .labels import shown_labels
-from .measured import BATCH_CODES, own_rows, sampled
+from .measured import BATCH_CODES, at_tokens, own_rows, sampled
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
 CONTEXT = 4096  # most tokens of a window
@@ -134,12 +134,7 @@ class _Reader:
         for at_points in stored_activations(self._model, stored, self._points, 1):
             for x in torch.cat(at_points, dim=1).split(rows):
                 blocks.append(csr_array(self._sae.encode(x).float().cpu().numpy()))
-        codes = vstack(blocks, format="csr")  # (n, F)
-        counts = np.zeros(len(read), np.int64)
-        counts[read] = np.diff(codes.indptr)
-        offsets = np.append(0, counts.cumsum())
-        shape = len(read), self._sae.d_sae
-        return csr_array((codes.data, codes.indices, offsets), shape=shape)
+        return at_tokens(vstack(blocks, format="csr"), read)
 
     def _document(self, text: str | Messages, name: str) -> str | Conversation:
         if isinstance(text, str):
