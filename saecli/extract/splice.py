@@ -118,6 +118,18 @@ def hooked(
     return Hooked(name, saved.sae, models, reads, writes)
 
 
+def demand_apart(acts: Iterable[Hooked]) -> None:
+    """ConfigError if two SAEs replace the activations at one hook point."""
+    written: dict[HookPoint, str] = {}
+    for at in acts:
+        if at.written in written:
+            raise ConfigError(
+                f"{written[at.written]} and {at.name} both replace {at.written}: expected one for each hook point; "
+                "leave one out"
+            )
+        written[at.written] = at.name
+
+
 def _hook_point(
     name: str, origin: Mapping[str, Any], layer: int | None, site: str | None
 ) -> HookPoint:

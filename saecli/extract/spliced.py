@@ -27,8 +27,8 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 from .hooks import Modules, blocks_of
 from .model_objects import text_config
-from .options import HookPoint, module_site
-from .splice import Hooked, hooked
+from .options import module_site
+from .splice import Hooked, demand_apart, hooked
 from .tokens import first_tokens
 
 KINDS = ("bos", "eos", "pad", "cls", "sep")  # of special tokens in a configuration
@@ -236,16 +236,9 @@ def spliced(
             f"change names {', '.join(map(repr, unknown))}: expected keys of the SAEs, "
             f"{', '.join(map(repr, keyed))}"
         )
-    parts: dict[Hashable, Splice] = {}
-    written: dict[HookPoint, str] = {}
-    for key, each in keyed.items():
-        at = _hooked_at(Home.at(home), each, key)
-        if at.written in written:
-            raise ConfigError(
-                f"{written[at.written]} and {at.name} both replace {at.written}; splice one of them"
-            )
-        written[at.written] = at.name
-        parts[key] = Splice(at, changes.get(key), error)
+    acts = {key: _hooked_at(Home.at(home), each, key) for key, each in keyed.items()}
+    demand_apart(acts.values())
+    parts = {key: Splice(at, changes.get(key), error) for key, at in acts.items()}
     with splices(model, [*parts.values()], everywhere=everywhere):
         yield SplicedCodes(parts)
 

@@ -17,26 +17,20 @@ from ..sae.metrics import Reconstruction
 from .forward import pass_tokens
 from .options import HookPoint
 from .passes import NO_NEXT, CleanPass, Passes
-from .splice import Hooked, StoredWindow, in_batches
+from .splice import Hooked, StoredWindow, demand_apart, in_batches
 
 Predict = Callable[[int, Tensor, Tensor], Tensor]
 
 
 def demand_together(acts: Sequence[Hooked]) -> None:
     """Refuse crosscoders, and SAEs that replace activations at one hook point."""
-    written: dict[HookPoint, str] = {}
     for at in acts:
         if at.sae.widths:
             raise ConfigError(
                 f"--together takes SAEs and transcoders, got {at.name}, a crosscoder: its codes need all its hook "
                 "points before the first of them is replaced; leave it out"
             )
-        if at.written in written:
-            raise ConfigError(
-                f"{written[at.written]} and {at.name} both replace {at.written}: "
-                "expected one for each hook point; leave one out"
-            )
-        written[at.written] = at.name
+    demand_apart(acts)
 
 
 class TogetherPass(CleanPass):
