@@ -51,8 +51,6 @@ def command(
     document = session.call(export, sae=chosen)
     files, written = document["files"], document.get("run")
     if written is None:  # a set
-        written, files = (
-            f"{len(names)} transcoders",
-            ["config.yaml", f"{len(names)} layer_*.safetensors"],
-        )
+        written = f"{len(names)} transcoders"
+        files = ["config.yaml", f"{len(names)} layer_*.safetensors"]
     session.console.print_result(document, f"wrote {written} to {out} for {to}: {', '.join(files)}")

@@ -99,10 +99,8 @@ def command(
             raise ConfigError(
                 f"{flag_of(min(idle))} does nothing with --list-modules; leave one of them out"
             )
-        models, revisions = (
-            options.get("model", (ExtractConfig.model,)),
-            options.get("model_revision"),
-        )
+        models = options.get("model", (ExtractConfig.model,))
+        revisions = options.get("model_revision")
         if len(models) > 1:
             raise ConfigError(f"--list-modules takes one --model, got {len(models)}; name one")
         document = modules_document(models[0], revisions[0] if revisions else None, device)

@@ -43,9 +43,8 @@ class LatentExcerpts:
     """The excerpts from which a latent is labelled, and those on which its label is scored."""
 
     latent: int
-    shown: tuple[
-        Excerpt, ...
-    ]  # of training rows: the strongest, then sampled over the range of codes
+    # Of training rows: the strongest, then sampled over the range of codes.
+    shown: tuple[Excerpt, ...]
     firing: tuple[Excerpt, ...]  # of held-out rows, sampled over the range of codes
     silent: tuple[Excerpt, ...]  # of held-out rows, at random among those where it is silent
     near: tuple[Excerpt, ...]  # of held-out rows where it is silent and a latent near it fires

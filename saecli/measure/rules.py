@@ -186,10 +186,8 @@ def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, fl
     begins = np.append(0, np.diff(excerpts, axis=1).cumsum()[:-1])
     matched, fires = rule.matches(tokens), np.isin(tokens, corpus.fires(latent))
     rows = corpus.positions[tokens] >= 0
-    found, wanted = (
-        np.logical_or.reduceat(matched, begins),
-        np.arange(len(excerpts)) < len(spans["firing"]),
-    )
+    found = np.logical_or.reduceat(matched, begins)
+    wanted = np.arange(len(excerpts)) < len(spans["firing"])
     return {
         "texts": balanced_accuracy(found, wanted),
         "tokens": balanced_accuracy(matched[rows], fires[rows]),

@@ -77,9 +77,7 @@ class Family(NamedTuple):
     offset: float = 0.0  # added to its weight
     layer_norm: bool = False  # else RMSNorm
     second_norm: bool = False  # whether attention and the MLP end with one
-    value_bias: bool = (
-        False  # of attention, which TransformerLens' `fold_value_biases` moves out of hook_z
-    )
+    value_bias: bool = False  # which TransformerLens' `fold_value_biases` moves out of hook_z
 
 
 LLAMA = Family("post_attention_layernorm")
