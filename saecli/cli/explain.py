@@ -64,7 +64,7 @@ def command(
     latents show it.
 
     Labels are added to labels.json in the run's folder, and shown by read, report, steer and sparsity, but for rules
-    that are near chance. Labels given by hand or taken with --labels go before.
+    and a model's labels that score near chance. Labels given by hand or taken with --labels go before.
 
     With --endpoint and --model-name a language model labels latents too, and judges all labels: given one, in which
     excerpts does the latent fire (detection), and are the marked tokens those on which it does (fuzzing)? Beside the
