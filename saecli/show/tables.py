@@ -85,14 +85,27 @@ HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 
 
 def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
-    """`store.opening.stores_document`'s document: a table for each store."""
+    """`store.opening.stores_document`'s document: a store's facts; of several what they share, then a line for each."""
     stores = document.get("stores", [document])
-    shown = []
-    for store in stores:
-        title = "stored already, by the same request" if store["cached"] else "stored"
-        others = [other["name"] for other in stores if other is not store]
-        shown.append(table(title, ["", store["name"]], _store_lines(store, others)))
-    return shown
+    cached = all(store["cached"] for store in stores)
+    title = "stored already, by the same request" if cached else "stored"
+    facts = [_store_facts(store) for store in stores]
+    if len(stores) == 1:
+        return [table(title, ["", stores[0]["name"]], [*facts[0].items()])]
+    for of_store in facts:
+        of_store["path"] = str(Path(of_store["path"]).parent)
+    labels = [*dict.fromkeys(label for of_store in facts for label in of_store)]
+    columns = {label: [of_store.get(label) for of_store in facts] for label in labels}
+    shared = [[label, values[0]] for label, values in columns.items() if len(set(values)) == 1]
+    own = [label for label, values in columns.items() if len(set(values)) > 1]
+    rows = [
+        [store["name"], *(columns[label][number] for label in own)]
+        for number, store in enumerate(stores)
+    ]
+    return [
+        table(f"{title}: {len(stores)} stores of the same tokens", ["", "each"], shared),
+        table(None, ["store", *own], rows),
+    ]
 
 
 def modules_table(document: Mapping[str, Any]) -> RenderableType:
@@ -113,36 +126,33 @@ def modules_table(document: Mapping[str, Any]) -> RenderableType:
     return table(title, ["--module", "layers", ":in", ":out"], rows)
 
 
-def _store_lines(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
+def _store_facts(store: Mapping[str, Any]) -> dict[str, Any]:
     source, norms = store["source"], store["norms"]
-    names = ("model", "site", "module", "dataset", "file", "key")
-    lines = [[name, source[name]] for name in names if source.get(name) is not None]
+    names = ("model", "layer", "site", "module", "dataset", "file", "key")
+    facts = {name: source[name] for name in names if source.get(name) is not None}
     if source.get("module") == source.get("site"):  # a module outside of blocks
-        lines = [line for line in lines if line[0] != "module"]
-    if source.get("layer") is not None:
-        of_layers = f" of {source['layers']}, from 0" if "layers" in source else ""
-        lines.insert(1, ["layer", f"{source['layer']}{of_layers}"])
+        facts.pop("module", None)
+    if "layer" in facts and "layers" in source:
+        facts["layer"] = f"{source['layer']} of {source['layers']}, from 0"
     if "context" in source:
         packed = ", packed" if source.get("packed") else ""
-        lines.append(["context", counted(source["context"], "token") + packed])
-    if others:
-        lines.append(["same tokens as", ", ".join(others)])
-    lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
+        facts["context"] = counted(source["context"], "token") + packed
+    facts |= {key: store[key] for key in ("path", "rows", "d_in", "dtype", "shards")}
     parts = dict(store.get("sources", {}))
     if control := store.get("control_tokens"):
         parts["control tokens"] = sum(control.values())
     for name, rows in parts.items():
-        lines.append([f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"])
+        facts[f"rows: {name}"] = f"{rows:,} ({rows / store['rows']:.1%})"
     if norms:
         sizes = [f"{name} {number(norms[name])}" for name in ("median", "mean", "max")]
-        lines.append(["norm", ", ".join(sizes)])
+        facts["norm"] = ", ".join(sizes)
     for reason, count in store["dropped"].items():
         words = counted(count, "text")
         if reason not in TEXT_REASONS:
             percentage = 100 * count / (store["rows"] + _rows_dropped(store))
             words = f"{count:,} ({percentage:.2g}%)"
-        lines.append([f"dropped: {reason}", words])
-    return lines
+        facts[f"dropped: {reason}"] = words
+    return facts
 
 
 def _rows_dropped(store: Mapping[str, Any]) -> int:
@@ -277,26 +287,30 @@ def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableTy
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Runs' other measures and their solvers' figures, a column each; for a single run with their meanings."""
+    """Runs' other measures and their solvers' figures, a line each; for a single run with their meanings."""
     names = {name for document in documents for name in document["final"]}
     names -= {*RESULTS, "run", "dead_fraction", "alpha"}
     order = [*(name for name in FIGURES if name in names), *sorted(names - {*FIGURES})]
-    rows: list[list[Any]] = []
-    for name in order:
-        label, meaning = FIGURES.get(name, (name.replace("_", " "), ""))
-        values = [_figure(name, document) for document in documents]
-        rows.append([label, *values, meaning] if len(documents) == 1 else [label, *values])
+    described = [FIGURES.get(name, (name.replace("_", " "), "")) for name in order]
     if len(documents) == 1:
         (document,) = documents
         epochs, steps = counted(document["epochs"], "epoch"), counted(document["steps"], "step")
         title = f"{document['solver']}: {epochs}, {steps} in {document['seconds']:.0f} s"
+        rows = [
+            [label, _figure(name, document), meaning]
+            for name, (label, meaning) in zip(order, described, strict=True)
+        ]
         return table(title, ["figure", "value", "meaning"], rows)
     rows = [
-        ["steps", *(document["steps"] for document in documents)],
-        ["seconds", *(round(document["seconds"]) for document in documents)],
-        *rows,
+        [
+            document["run"],
+            document["steps"],
+            round(document["seconds"]),
+            *(_figure(name, document) for name in order),
+        ]
+        for document in documents
     ]
-    return table(None, ["figure", *(document["run"] for document in documents)], rows)
+    return table(None, ["run", "steps", "seconds", *(label for label, _ in described)], rows)
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:

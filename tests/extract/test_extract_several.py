@@ -61,7 +61,7 @@ def test_several_hook_points_hold_the_rows_of_each_alone(sae: CommandLine, model
     every = sae(f"{line} --json --layer all --site resid_post --name all").json["stores"]
     assert [found["name"] for found in every] == [f"all-l{layer}-resid_post" for layer in range(3)]
     assert {found["name"] for found in again} == {found["name"] for found in together}
-    assert "same tokens as" in sae(line, *SEVERAL).out
+    assert "stores of the same tokens" in sae(line, *SEVERAL).out
     assert sae(f"{line} --json --layer 0 --layer 0").json["cached"]  # one store, said as one
 
 
@@ -206,7 +206,7 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
     refused = sae(f"{line} --layer 2 --name mine-l2-resid_post").err
     assert "a store named 'mine-l2-resid_post' already, made from something else" in refused
     out = sae(f"{line} --name mine", *SEVERAL).out
-    assert out.count("stored already, by the same request") == 4
+    assert "stored already, by the same request: 4 stores" in out
 
 
 def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
