@@ -22,7 +22,7 @@ from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
 from ..store.opening import Joined
 from ..store.reader import RowSource
-from .options import TrainingConfig
+from .options import DEFAULT_STEPS, TrainingConfig
 from .rows import SAMPLED_ROWS, Normalisation
 
 HIGHEST_RATE = 0.005 * math.sqrt(128)  # times sqrt(D)
@@ -84,13 +84,15 @@ def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
     )
 
 
-def default_learning_rate(d_in: int, firings: float) -> float:
+def default_learning_rate(
+    d_in: int, firings: float, steps: int = DEFAULT_STEPS, most_for_few: float = 1.0
+) -> float:
     """Peak learning rate of Adam, for rows of mean squared norm D.
 
-        lr = 0.057 / sqrt(D) * min(1, firings / 4)^(2/3)
+        lr = 0.057 / sqrt(D) * min(1, firings / 4)^(2/3) * max(1, min(most_for_few, sqrt(4000 / steps)))
 
     A step of Adam moves a latent, of norm about 1, by up to `lr sqrt(D)`. A latent's steps are noisier if it fires on
-    few rows per batch: `firings`, above 0.
+    few rows per batch: `firings`, above 0. With few steps an encoder whose decoder is solved for takes larger ones.
 
     Powers are of the best rates of 4,000 steps on tiny-gemma2, digits, image patches and two worlds of known features.
     On SmolLM2-135M-Instruct the best rate does not rise beyond four firings: at L0 64 `sgd` has an FVU of 0.138 at
@@ -99,7 +101,8 @@ def default_learning_rate(d_in: int, firings: float) -> float:
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
-    return HIGHEST_RATE / math.sqrt(d_in) * min(1.0, firings / ENOUGH_FIRINGS) ** (2 / 3)
+    rate = HIGHEST_RATE / math.sqrt(d_in) * min(1.0, firings / ENOUGH_FIRINGS) ** (2 / 3)
+    return rate * max(1.0, min(most_for_few, math.sqrt(DEFAULT_STEPS / steps)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -375,9 +375,12 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
     training = plan.training
     lr = training.lr
     if lr == "auto":
-        firing_rate = plan.activation.expected_l0(rows.d_in) / plan.d_sae
-        lr = default_learning_rate(rows.d_in, training.batch_size * firing_rate)
-        lr *= TRAIN_ON if plan.start else 1
+        firings = training.batch_size * plan.activation.expected_l0(rows.d_in) / plan.d_sae
+        if plan.start:
+            lr = TRAIN_ON * default_learning_rate(rows.d_in, firings)
+        else:
+            most_for_few = plan.solver.most_for_few
+            lr = default_learning_rate(rows.d_in, firings, plan.steps, most_for_few)
     return Task(
         training,
         rows.rows,
