@@ -161,7 +161,7 @@ def _original(
     assert plan.test_rows is not None  # those of a store
     saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
     training = replace(plan.training, device=device)
-    measured = Measured(subject, saved, "test", plan.test_rows)
+    measured = Measured(subject, saved, plan.test_rows)
     return measured, replace(plan, training=training, test_rows=None)
 
 
@@ -243,7 +243,7 @@ class _Work:
         """The line of the run's training on other rows; with mcc by the directions of its own."""
         plan = replace(self.plan, train_rows=train, kept_out=kept_out)
         sae, stability = self._trained(control, plan)
-        (line,) = self._lines([(replace(sae, split=None, rows=test), stability)], None, None)
+        (line,) = self._lines([(replace(sae, rows=test), stability)], None, None)
         if (alignment := sae.alignment()) is not None:
             line["mcc"] = alignment.mcc()
         return [line]

@@ -158,7 +158,7 @@ def _some(run: Measured, which: Which, rows: int) -> Measured:
     if which == "train":
         choice = {"fraction": min(part, run.subject.fraction)}
     chosen = run.stores.split(which, seed=run.subject.split_seed, **choice)
-    return replace(run, split=which, rows=chosen)
+    return replace(run, rows=chosen)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from ..sae.formats.hooks import settled, why_unsettled
 from ..sae.library import SAELike, Subject, hook_points, note_if_remade, open_sae
 from ..store.opening import Joined, open_joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
-from ..store.split import Which
+from ..store.split import Split, Which
 from ..store.values import OUTLYING
 from ..store.worlds import World
 from ..train.rows import ArrayLike, ArrayRows
@@ -86,13 +86,17 @@ class Alignment:
 class Measured:
     subject: Subject
     saved: SavedSAE  # on the device that it is measured on
-    split: str | None  # of the store; None for rows in memory
     rows: RowSource
     source: int | None = None  # of a mixture, number of the only source whose rows `batches` gives
 
     @property
     def sae(self) -> SAE:
         return self.saved.sae
+
+    @property
+    def split(self) -> str | None:
+        """Of the store; None for rows in memory."""
+        return self.rows.inputs[0].split.which if self.rows.inputs else None
 
     @property
     def family(self) -> str:
@@ -201,14 +205,6 @@ class Measured:
         }
 
     @property
-    def chosen_rows(self) -> tuple[str, int, float] | None:
-        """Stores, seed and fraction of the split, which with its name determine the rows; None in memory."""
-        if not self.rows.inputs:
-            return None
-        split = self.of_store.split
-        return self.rows.name, split.seed, split.fraction
-
-    @property
     def batch_rows(self) -> int:
         """Rows per batch; the last may have fewer."""
         return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
@@ -280,7 +276,7 @@ class ChosenRows:
         saved = replace(saved, sae=saved.sae.copy_to(device_named(self.device)))
         if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
             saved.sae.widths = rows.places
-        return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
+        return Measured(subject, saved, rows)
 
     def with_all(self, saes: Sequence[SAELike]) -> list[Measured]:
         """Each SAE, or the newest run if there are none."""
@@ -372,14 +368,15 @@ def at_tokens(codes: "csr_array", is_row: np.ndarray) -> "csr_array":
 def held_out(measured: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
     rows = measured.stores.split("test", seed=measured.subject.split_seed)
-    return replace(measured, split="test", rows=rows)
+    return replace(measured, rows=rows)
 
 
 def by_rows(saes: Sequence[Measured]) -> list[list[int]]:
     """The indices of SAEs on the same rows, one list per choice of rows."""
-    groups: dict[tuple[str, int, float] | None, list[int]] = {}
+    groups: dict[tuple[str | Split, ...], list[int]] = {}
     for index, measured in enumerate(saes):
-        groups.setdefault(measured.chosen_rows, []).append(index)
+        splits = [rows.split for rows in measured.rows.inputs]
+        groups.setdefault((measured.rows.name, *splits), []).append(index)
     return list(groups.values())
 
 
