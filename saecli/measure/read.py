@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,15 @@ from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_acti
 from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters
 from ..extract.windows import Window, Windows
-from ..sae.formats import SavedSAE
-from ..sae.library import SAELike, Subject, open_sae
-from ..sae.metrics import Firing
+from ..sae.library import SAELike, open_sae
+from ..sae.metrics import firing
 from .labels import shown_labels
 from .measured import BATCH_CODES, at_tokens, own_rows, sampled
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
 CONTEXT = 4096  # most tokens of a window
 TOP = 10
-SAMPLED_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # at most: under a second on one core
+SAMPLED_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # of the store: under a second on one core
 WINDOW_BYTES = 1 << 24  # read before the first batch of the sample
 
 
@@ -94,6 +93,10 @@ class _Reading:
             "codes": codes.tolist(),
         }
 
+    def difference(self, other: "_Reading", latent: int) -> dict[str, Any]:
+        here, there = self.latent(latent), other.latent(latent)
+        return {"difference": here["code"] - there["code"], "here": here, "there": there}
+
 
 class _Reader:
     """A loaded model with an SAE, which reads texts."""
@@ -148,53 +151,11 @@ class _Reader:
         return Chats(tokenizer, None, model).read({"messages": text}, "messages", name)
 
 
-@torch.no_grad()
-def _firing_on_store(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Firing | None:
-    """Firing frequencies on rows, from random chunks, of the store that an SAE was trained on; None without it.
-
-    Cost: at most `SAMPLED_PRODUCTS` multiplications, or one batch.
-    """
-    measured = own_rows(home, opened, device)
-    if measured is None:
-        return None
-    sae = measured.sae
-    firing = Firing(sae.d_sae, device=sae.W_enc.device)
-    for x in sampled(measured, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES):
-        firing.update(sae.codes(x))
-    return firing
-
-
-class _Described(NamedTuple):
-    """Which latents are described, and what is known of them."""
-
-    chosen: list[int] | None  # None for the `top` strongest
-    top: int
-    labels: Mapping[int, str]
-    frequencies: list[float] | None
-
-    def latents(self, sizes: np.ndarray) -> list[dict[str, Any]]:
-        """Those latents by sizes, (F,), largest first."""
-        numbers = np.flatnonzero(sizes) if self.chosen is None else np.array(self.chosen, int)
-        ordered = numbers[np.argsort(-sizes[numbers], kind="stable")].tolist()
-        return [
-            {
-                "latent": latent,
-                "label": self.labels.get(latent),
-                "frequency": self.frequencies and self.frequencies[latent],
-            }
-            for latent in (ordered[: self.top] if self.chosen is None else ordered)
-        ]
-
-    def strongest(self, reading: _Reading) -> list[dict[str, Any]]:
-        lines = self.latents(abs(reading.largest))
-        return [line | reading.latent(line["latent"]) for line in lines]
-
-    def differences(self, reading: _Reading, other: _Reading) -> list[dict[str, Any]]:
-        lines = self.latents(abs(reading.largest - other.largest))
-        for line in lines:
-            here, there = reading.latent(line["latent"]), other.latent(line["latent"])
-            line |= {"difference": here["code"] - there["code"], "here": here, "there": there}
-        return lines
+def _ordered(sizes: np.ndarray, chosen: list[int] | None, top: int) -> list[int]:
+    """The chosen latents, or the `top` largest, by their sizes, (F,), largest first."""
+    latents = np.flatnonzero(sizes) if chosen is None else np.array(chosen, int)
+    ordered = latents[np.argsort(-sizes[latents], kind="stable")].tolist()
+    return ordered[:top] if chosen is None else ordered
 
 
 def read(
@@ -253,20 +214,34 @@ def read(
     if latents == "listed":
         named = {one["latent"] for of_text in lines for line in of_text for one in line["latents"]}
         chosen = sorted(named)
-    firing = _firing_on_store(home, opened, device)
-    frequencies = None if firing is None else firing.frequency.tolist()
-    described = _Described(chosen, top, labels, frequencies)
+    store_rows, frequencies = None, None
+    on_store = own_rows(home, opened, device)
+    if on_store is not None:
+        x = sampled(on_store, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES)
+        counts = firing(on_store.sae, x)
+        store_rows, frequencies = counts.rows, counts.frequency.tolist()
+
+    def known(latent: int) -> dict[str, Any]:
+        frequency = None if frequencies is None else frequencies[latent]
+        return {"latent": latent, "label": labels.get(latent), "frequency": frequency}
+
+    here = readings[0]
     points = [point.place for point in sae_at.reads]
     document = {
         "run": sae_at.name,
         "model": source.name,
         **({"inputs": points} if len(points) > 1 else points[0]),
-        "store_rows": None if firing is None else firing.rows,
+        "store_rows": store_rows,
         "tokens": lines[0],
-        "latents": described.strongest(readings[0]),
+        "latents": [
+            known(latent) | here.latent(latent)
+            for latent in _ordered(abs(here.largest), chosen, top)
+        ],
         "compare": None,
     }
     if compare is not None:
-        differences = described.differences(*readings)
+        there = readings[1]
+        differing = _ordered(abs(here.largest - there.largest), chosen, top)
+        differences = [known(latent) | here.difference(there, latent) for latent in differing]
         document["compare"] = {"tokens": lines[1], "latents": differences}
     return document
