@@ -22,6 +22,7 @@ Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,11 +122,14 @@ def controls(
     first = plan.training.seed
     work = _Work(run_rows, plan, range(first, first + seeds), listener, [])
     lines = work.on_own_rows(model, tokens)
-    with work.left_out_if_it_fails(SHUFFLED):
-        lines += work.on_shuffled_rows()
+    if run_rows.rows.d_target:
+        work.notes.append(
+            f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
+        )
+    else:
+        lines += work.on_other_rows(SHUFFLED, work.shuffled_rows)
     if model is not None:
-        with work.left_out_if_it_fails(RANDOM):
-            lines += work.on_random_weights(model)
+        lines += work.on_other_rows(RANDOM, partial(work.rows_of_random_weights, model))
     return {
         "run": run_rows.subject.name,
         "data": run_rows.stores.name,
@@ -166,6 +170,8 @@ def _original(
 
 
 _Trained = tuple[Measured, float | None]  # an SAE with rows, and its stability
+# The rows of a control in place of those to train on, those to measure on, and those to set thresholds on, if any.
+_Replaced = Callable[[Sequence[RowSource]], Sequence[ArrayRows]]
 
 
 @dataclass(frozen=True)
@@ -205,48 +211,36 @@ class _Work:
                 trained.append(self._trained(control, plan))
         return self._lines(trained, model, tokens)
 
-    def on_shuffled_rows(self) -> list[_Line]:
-        rows, seed = self._sources, self.seeds[0]
-        if self.run.rows.d_target:
-            self.notes.append(
-                f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
-            )
-            return []
-        demand_memory(rows)
-        return self._on_rows(SHUFFLED, *(shuffled(each, seed) for each in rows))
+    def on_other_rows(self, control: str, replaced: _Replaced) -> list[_Line]:
+        """The run's training on rows in place of its own; with mcc by the directions of its own."""
+        kept_out = self.plan.kept_out
+        sources = [self.plan.train_rows, self.run.rows, *([kept_out] if kept_out else [])]
+        with self.left_out_if_it_fails(control):
+            demand_memory(sources)
+            train, test, *others = replaced(sources)
+            plan = replace(self.plan, train_rows=train, kept_out=others[0] if others else None)
+            sae, stability = self._trained(control, plan)
+            (line,) = self._lines([(replace(sae, rows=test), stability)], None, None)
+            if (alignment := sae.alignment()) is not None:
+                line["mcc"] = alignment.mcc()
+            return [line]
+        return []
 
-    def on_random_weights(self, name: str) -> list[_Line]:
+    def shuffled_rows(self, sources: Sequence[RowSource]) -> list[ArrayRows]:
+        return [shuffled(rows, self.seeds[0]) for rows in sources]
+
+    def rows_of_random_weights(self, name: str, sources: Sequence[RowSource]) -> list[ArrayRows]:
         from ..extract.language_model import LanguageModel  # transformers takes seconds to import
         from ..extract.model_source import find_model
 
-        rows = self._sources
-        demand_memory(rows)
         device = self.run.sae.W_enc.device
         model = LanguageModel(find_model(name), device, weights_seed=self.seeds[0])
         activations = []
-        for each in rows:
+        for rows in sources:
             label = f"running {name} with {RANDOM}"
-            with self.listener.progress(label, each.rows, "rows") as show:
-                activations.append(of_model(model, each, show))
-        del model
-        return self._on_rows(RANDOM, *activations)
-
-    @property
-    def _sources(self) -> list[RowSource]:
-        """The run's rows to train on, its held-out rows, and those kept out to set thresholds on, if any."""
-        kept_out = self.plan.kept_out
-        return [self.plan.train_rows, self.run.rows, *([kept_out] if kept_out else [])]
-
-    def _on_rows(
-        self, control: str, train: ArrayRows, test: ArrayRows, kept_out: ArrayRows | None = None
-    ) -> list[_Line]:
-        """The line of the run's training on other rows; with mcc by the directions of its own."""
-        plan = replace(self.plan, train_rows=train, kept_out=kept_out)
-        sae, stability = self._trained(control, plan)
-        (line,) = self._lines([(replace(sae, rows=test), stability)], None, None)
-        if (alignment := sae.alignment()) is not None:
-            line["mcc"] = alignment.mcc()
-        return [line]
+            with self.listener.progress(label, rows.rows, "rows") as show:
+                activations.append(of_model(model, rows, show))
+        return activations
 
     def _trained(self, control: str, plan: Plan) -> _Trained:
         saes = self._saes(control, plan, self.seeds)
