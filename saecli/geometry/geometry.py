@@ -26,7 +26,7 @@ from torch import Tensor
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
-from ..measure.measured import ChosenRows, Measured, RowsLike
+from ..measure.measured import ChosenRows, Measured, RowsLike, spread_out
 from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
@@ -324,13 +324,6 @@ def describe(values: NDArray) -> dict[str, float]:
     # The nearest rank, since interpolating between infinities gives no number.
     at = {name: float(order[round(q * (len(order) - 1))]) for name, q in QUANTILES.items()}
     return {"mean": float(values.mean()), "min": float(order[0]), **at, "max": float(order[-1])}
-
-
-def spread_out(rows: NDArray, count: int) -> NDArray:
-    """At most `count` of the rows, evenly spaced."""
-    if len(rows) <= count:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, count).astype(int)]
 
 
 def batch_size(d_sae: int) -> int:

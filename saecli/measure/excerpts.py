@@ -7,6 +7,7 @@ them once.
 Shapes: n tokens of both samples, W windows, E excerpts, C chosen latents, F = d_sae.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +19,7 @@ from ..base.console import Listener
 from ..extract.tokenizer import TokenTexts
 from ..store.split import TEST_FRACTION, Which
 from .latents import CoFiring, in_blocks
-from .measured import Measured, at_tokens
+from .measured import Measured, at_tokens, spread_out
 from .stability import neighbours
 
 LENGTH, BEFORE = 32, 23  # most tokens of an excerpt, and those before its peak
@@ -106,12 +107,12 @@ class Corpus:
         tries = np.roll(self._shuffled, -latent * TRIES * SILENT)[: TRIES * SILENT]
         near = [self.peaks(other, False) for other in self.near[latent]]
         in_turn = sorted(
-            pair for peaks in near for pair in enumerate(_evenly(peaks, NEAR).tolist())
+            pair for peaks in near for pair in enumerate(spread_out(peaks, NEAR).tolist())
         )
-        shown = np.append(strong[:STRONGEST], _evenly(strong[STRONGEST:], SAMPLED))
+        shown = np.append(strong[:STRONGEST], spread_out(strong[STRONGEST:], SAMPLED))
         tokens = {
             "shown": shown,
-            "firing": _evenly(self.peaks(latent, False), FIRING),
+            "firing": spread_out(self.peaks(latent, False), FIRING),
             "silent": tries,
             "near": np.array([token for _, token in in_turn], int),
         }
@@ -132,11 +133,9 @@ def gather(
     """Read and encode both samples of the run's store, and choose latents: those given, by default all that fire, or
     `count` of them, drawn at random. Its store keeps tokens."""
     cofiring = CoFiring(run.sae.d_sae, TRAIN_ROWS)
-    samples = [
-        _sample(_some(run, "train", TRAIN_ROWS), cofiring, listener),
-        _sample(_some(run, "test", TEST_ROWS), None, listener),
-    ]
-    tokens, positions, lengths, codes = zip(*samples, strict=True)
+    train = list(_sample(_some(run, "train", TRAIN_ROWS), cofiring, listener))
+    test = list(_sample(_some(run, "test", TEST_ROWS), None, listener))
+    tokens, positions, lengths, codes = zip(*train, *test, strict=True)
     by_latent = vstack(codes, format="csc")
     chosen = np.flatnonzero(np.diff(by_latent.indptr)) if latents is None else np.unique(latents)
     if count is not None and count < len(chosen):
@@ -145,7 +144,7 @@ def gather(
         np.concatenate(tokens),
         np.concatenate(positions),
         np.concatenate([[0], np.cumsum(np.concatenate(lengths))]),
-        len(tokens[0]),
+        sum(len(tokens_of_block) for tokens_of_block, *_ in train),
         by_latent,
         _near(run, chosen, cofiring, listener),
     )
@@ -164,9 +163,8 @@ def _some(run: Measured, which: Which, rows: int) -> Measured:
 @torch.no_grad()
 def _sample(
     run: Measured, cofiring: CoFiring | None, listener: Listener
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]:
-    """Tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F), of the run's rows."""
-    tokens, positions, lengths, codes = [], [], [], []
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]]:
+    """Of each block of rows: tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F)."""
     count = 0
     for block in in_blocks(run.inputs(listener), run.of_store, run.batch_rows):
         texts = block.texts
@@ -175,17 +173,13 @@ def _sample(
         if cofiring is not None:
             cofiring.update(z)
         of_rows = csr_array(z.float().cpu().numpy())
-        position = np.full(len(texts.token_ids), -1)
-        position[texts.stored] = block.columns[1]
-        codes.append(at_tokens(of_rows, texts.stored))
-        tokens.append(texts.token_ids)
-        positions.append(position)
-        lengths.append(np.diff(texts.starts))
+        positions = np.full(len(texts.token_ids), -1)
+        positions[texts.stored] = block.columns[1]
+        codes = at_tokens(of_rows, texts.stored)
+        yield texts.token_ids, positions, np.diff(texts.starts), codes
         count += of_rows.nnz
         if count > MOST_CODES:
-            break
-    joined = (np.concatenate(parts) for parts in (tokens, positions, lengths))
-    return *joined, vstack(codes, format="csr")
+            return
 
 
 def _near(
@@ -201,11 +195,6 @@ def _near(
     is_near = torch.stack([cosines, phi], dim=2).flatten(1) > 0
     rows = zip(chosen.tolist(), near, is_near, strict=True)
     return {latent: others[known].tolist() for latent, others, known in rows}
-
-
-def _evenly(ranked: np.ndarray, count: int) -> np.ndarray:
-    """At most `count` of some values, spread evenly over their order."""
-    return ranked[np.unique(np.linspace(0, len(ranked) - 1, min(count, len(ranked))).astype(int))]
 
 
 def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpts:

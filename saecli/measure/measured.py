@@ -365,6 +365,13 @@ def at_tokens(codes: "csr_array", is_row: np.ndarray) -> "csr_array":
     return csr_array((codes.data, codes.indices, offsets), shape=(len(is_row), codes.shape[1]))
 
 
+def spread_out(rows: np.ndarray, count: int) -> np.ndarray:
+    """At most `count` of the rows, evenly spaced."""
+    if len(rows) <= count:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, count).astype(int)]
+
+
 def held_out(measured: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
     rows = measured.stores.split("test", seed=measured.subject.split_seed)

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, counted, number
 from ..geometry.cells import Cells, cells_of
-from ..geometry.geometry import Geometry, spread_out, support_keys
+from ..geometry.geometry import Geometry, support_keys
 from ..geometry.references import principal_directions
+from ..measure.measured import spread_out
 from ..sae.dictionary import SAE
 from ..store.reader import Rows
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
