@@ -7,7 +7,7 @@ weights, on other rows times c.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from .evaluate import check_model, check_tokens_of_model, evaluate_all, note_dou
 from .measured import ChosenRows, Measured, RowsLike
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
+FIGURES = ("alpha", "relative_alpha", "c", "condition", "dof")  # of the solve, in `run.json`
 NOT_FINITE = (
     "the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
     "at the SAE and at the rows for huge numbers"
@@ -207,7 +208,11 @@ def refit_run(
         "rows_test": before.rows.rows,
         "seconds": seconds,
         "notes": _notes(refitted),
-        "final": _final(refitted, measures[1]),
+        "final": {
+            **{f"test_{name}": measures[1][name] for name in ("fvu", "mse", "l0")},
+            "dead_fraction": refitted.dead_fraction,
+            **{name: getattr(refitted.decoder, name) for name in FIGURES},
+        },
     }
     _save(after, folder, before.subject.name, created, result)
     return {
@@ -221,15 +226,6 @@ def refit_run(
         **result,
         "before": measures[0],
         "after": measures[1],
-    }
-
-
-def _final(refitted: Refitted, measures: Mapping[str, Any]) -> dict[str, Any]:
-    figures = ("alpha", "relative_alpha", "c", "condition", "dof")
-    return {
-        **{f"test_{name}": measures[name] for name in ("fvu", "mse", "l0")},
-        "dead_fraction": refitted.dead_fraction,
-        **{name: getattr(refitted.decoder, name) for name in figures},
     }
 
 
