@@ -224,6 +224,12 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
         )
 
 
+def check_token_ids(rows: Rows, model: "LanguageModel") -> None:
+    last = largest(rows, "token_id")
+    if last >= model.vocabulary:
+        raise unfit(rows, model.source, f"a token {last}, got token ids below {model.vocabulary}")
+
+
 def unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
     return ConfigError(
         f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "

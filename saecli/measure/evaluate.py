@@ -16,11 +16,10 @@ from ..extract.options import HookPoint, at_revisions
 from ..extract.splice import (
     READ,
     check_rows,
-    largest,
+    check_token_ids,
     recorded_revision,
     spec_of,
     stored_windows,
-    unfit,
 )
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
@@ -265,13 +264,11 @@ def evaluate_all(
     for splice in splices:
         # So that several SAEs take about the time of one, but for `LEAST_TOKENS`: a splice costs about as much as the
         # clean pass, which they share.
-        most = max(LEAST_TOKENS, 2 * TOKENS // (1 + len(splice.members)))
-        splice_tokens = tokens or most
-        effects = splice.effects(splice_tokens, listener)
-        for index, effect in zip(splice.members, effects, strict=True):
+        wanted = tokens or max(LEAST_TOKENS, 2 * TOKENS // (1 + len(splice.members)))
+        for index, effect in zip(splice.members, splice.effects(wanted, listener), strict=True):
             documents[index].update(effect)
         for number, part in enumerate(splice.saes[0].by_source.values()):
-            effects = splice.effects(splice_tokens, listener, part.source)
+            effects = splice.effects(wanted, listener, part.source)
             for index, effect in zip(splice.members, effects, strict=True):
                 documents[index]["sources"][number].update(effect)
     if any(document.get("ce_recovered", 0) is None for document in documents):
@@ -351,18 +348,14 @@ def _splices(
     groups = [(members, check_model(measured_saes[members[0]], model)) for members in numbers]
     device = measured_saes[0].sae.W_enc.device
     models: dict[str, Passes] = {}
-    for _, pairs in groups:
-        for _, source in pairs:
-            if source.spec not in models:
-                models[source.spec] = Passes(LanguageModel(source, device, head="any"))
     splices = []
     for members, pairs in groups:
         specs = list(dict.fromkeys(source.spec for _, source in pairs))
         points = []
         for rows, source in pairs:
-            vocabulary, last = models[source.spec].model.vocabulary, largest(rows, "token_id")
-            if last >= vocabulary:
-                raise unfit(rows, source, f"a token {last}, got token ids below {vocabulary}")
+            if source.spec not in models:
+                models[source.spec] = Passes(LanguageModel(source, device, head="any"))
+            check_token_ids(rows, models[source.spec].model)
             origin = rows.store.meta.source
             if spec_of(origin) != source.spec:
                 listener.note(

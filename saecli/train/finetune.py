@@ -24,11 +24,10 @@ from ..extract.splice import (
     Hooked,
     StoredWindow,
     check_rows,
+    check_token_ids,
     hooked,
-    largest,
     model_of,
     stored_windows,
-    unfit,
 )
 from ..extract.streaming import Streamed, open_stream
 from ..extract.together import demand_together
@@ -188,13 +187,7 @@ def _read_text(
     train, test = split_kept_out(stores.inputs[0], seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
-    largest_token = largest(train, "token_id")
-    if largest_token >= model.vocabulary:
-        raise unfit(
-            train,
-            model.source,
-            f"a token {largest_token}, got token ids below {model.vocabulary}",
-        )
+    check_token_ids(train, model)
     windows = [*stored_windows(train, tokens)]
     return SplicedText(Passes(model), acts, windows, [*stored_windows(test, TEST_TOKENS)])
 
