@@ -27,8 +27,7 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
-from ..store.opening import Joined
-from ..store.reader import ActivationStore, RowSource
+from ..store.reader import JoinedRows, Rows, RowSource
 from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
 from ..train.rows import BLOCK_ROWS, ArrayLike
@@ -153,14 +152,14 @@ def refit(
 
     Args:
         sae, target, device, home, progress: as in `evaluate`.
-        data: a store or its name in the home, whose training rows are read; otherwise as in `evaluate`.
+        data: stores or their names in the home, whose training rows are read; otherwise as in `evaluate`.
 
     Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
     """
     listener = listening(progress)
     measured = ChosenRows(Home.at(home), data, "train", device, listener, target).with_sae(sae)
     rows = measured.rows
-    if data is None or isinstance(data, ActivationStore | Joined | str):
+    if rows.inputs and not isinstance(data, Rows | JoinedRows):
         rows = _training_rows(measured)
     return refit_decoder(measured.sae, rows, listener, _is_own(measured)).sae
 
@@ -259,8 +258,8 @@ def _training_rows(measured: Measured) -> RowSource:
 
 def _is_own(measured: Measured) -> bool:
     """Whether the SAE was trained on rows of these stores."""
-    data_hash = measured.subject.data_hash
-    return data_hash is not None and data_hash == measured.stores.hash
+    in_stores = bool(measured.rows.inputs)
+    return in_stores and measured.stores.hash == measured.subject.data_hash
 
 
 def _notes(refitted: Refitted) -> list[str]:
