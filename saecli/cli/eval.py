@@ -74,8 +74,7 @@ def command(
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ..extract.options import at_revisions
-    from ..measure.evaluate import check_tokens_of_model, compare_measured
+    from ..measure.evaluate import compare_measured, models_to_splice
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, check_stability, stability_of
     from ..measure.together import together
@@ -90,8 +89,7 @@ def command(
 
     session = start(ctx)
     console, names = session.console, runs or []
-    check_tokens_of_model(tokens, model)
-    models = at_revisions(model, model_revision)
+    models = models_to_splice(model, model_revision, tokens)
     if at_once and models is None:
         raise ConfigError("--together does nothing without --model; name the language model")
     if stable:

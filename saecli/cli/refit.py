@@ -36,13 +36,13 @@ def command(
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
-    from ..extract.options import at_revisions
+    from ..measure.evaluate import models_to_splice
     from ..measure.measured import ChosenRows
     from ..measure.refit import refit_run
     from ..show.measures import refit_table
 
     session = start(ctx)
     chosen_rows = ChosenRows(session.home, data, "test", device, session.console, target)
-    models = at_revisions(model, model_revision)
+    models = models_to_splice(model, model_revision, tokens)
     document = refit_run(run, chosen_rows, name=name, models=models, tokens=tokens)
     session.print_result_and_notes(document, refit_table(document), f"saved in {document['path']}")

@@ -43,7 +43,6 @@ from ..base.errors import (
 )
 from ..base.home import Home
 from ..base.machine import available_memory
-from ..extract.options import at_revisions
 from ..extract.splice import spec_of, stored_activations, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
@@ -57,7 +56,7 @@ from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
 from ..train.runs import reopen_run
 from ..train.training import Record, start_training
-from .evaluate import check_model, check_tokens_of_model, evaluate_all
+from .evaluate import check_model, evaluate_all, models_to_splice
 from .measured import Measured
 from .stability import matching
 
@@ -106,8 +105,7 @@ def controls(
     model's are in memory, 4 bytes per number; a control whose rows take more than half of the free memory is left out.
     """
     listener = listening(progress)
-    check_tokens_of_model(tokens, model)
-    models = at_revisions(model, model_revision)
+    models = models_to_splice(model, model_revision, tokens)
     demand_at_least("seeds", seeds)
     run_rows, plan = _original(Home.at(home), run, device, listener)
     if models is not None:

@@ -138,8 +138,7 @@ def evaluate(
         models only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on
         the rows of each, with a model over as many tokens again.
     """
-    check_tokens_of_model(tokens, model)
-    models, listener = at_revisions(model, model_revision), listening(progress)
+    models, listener = models_to_splice(model, model_revision, tokens), listening(progress)
     chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
     (document,) = compare_measured([chosen_rows.with_sae(sae)], models, tokens, listener)
     return document
@@ -163,8 +162,7 @@ def compare(
     Returns:
         The result of `evaluate` for each SAE in the order given; `unbeaten` is None for an SAE alone on its rows.
     """
-    check_tokens_of_model(tokens, model)
-    models, listener = at_revisions(model, model_revision), listening(progress)
+    models, listener = models_to_splice(model, model_revision, tokens), listening(progress)
     chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
     return compare_measured(chosen_rows.with_all(saes), models, tokens, listener)
 
@@ -213,12 +211,18 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
-def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None) -> None:
+def models_to_splice(
+    model: str | Sequence[str] | None,
+    revision: str | Sequence[str] | None,
+    tokens: int | None,
+) -> str | list[str] | None:
+    """Models at their revisions; ConfigError for a revision or a number of tokens without a model."""
     if tokens is not None and model is None:
         raise ConfigError(
             "--tokens does nothing without --model; leave it out, or name the language model"
         )
     demand_at_least("tokens", tokens)
+    return at_revisions(model, revision)
 
 
 def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":

@@ -15,7 +15,7 @@ import torch
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, FormatError, StoreError, number, unknown_choice
 from ..base.home import Home
-from ..extract.options import BUNDLED, at_revisions
+from ..extract.options import BUNDLED
 from ..sae import formats
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
@@ -24,7 +24,7 @@ from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.reader import in_words
-from .evaluate import check_tokens_of_model, evaluate_all
+from .evaluate import evaluate_all, models_to_splice
 from .measured import ChosenRows, Measured, RowsLike
 
 if TYPE_CHECKING:
@@ -287,8 +287,7 @@ def push(
     choices = ("auto", *WRITABLE)
     if formats.named(format) not in choices:
         raise unknown_choice("format", format, choices)
-    check_tokens_of_model(tokens, model)
-    models = at_revisions(model, model_revision)
+    models = models_to_splice(model, model_revision, tokens)
     demand_takes_sets(formats.named(format), len(several))
     address = _folder_address(repo, several)
     listener = listening(progress)

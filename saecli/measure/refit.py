@@ -31,7 +31,7 @@ from ..store.reader import JoinedRows, Rows, RowSource
 from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
 from ..train.rows import BLOCK_ROWS, ArrayLike
-from .evaluate import check_model, check_tokens_of_model, evaluate_all, note_doubts
+from .evaluate import check_model, evaluate_all, note_doubts
 from .measured import ChosenRows, Measured, RowsLike
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
@@ -178,7 +178,6 @@ def refit_run(
     models, tokens: to measure the effect on a language model, as in `evaluate_all`.
     """
     home, listener = chosen_rows.home, chosen_rows.listener
-    check_tokens_of_model(tokens, models)
     before = chosen_rows.with_sae(run)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
