@@ -26,7 +26,7 @@ from torch import Tensor
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
-from ..measure.measured import ChosenRows, Measured, RowsLike, spread_out
+from ..measure.measured import ChosenRows, Measured, RowsLike, held_out, spread_out
 from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
@@ -183,8 +183,7 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
         complexity = {split: local_complexity(cells, sample, radius)}
         other = {"test": "train", "train": "test"}.get(split)
         if other is not None:
-            held_out = run.store.split("test", seed=run.subject.split_seed)
-            rows = train if other == "train" else _in_memory(held_out, HELD_OUT_ROWS)
+            rows = train if other == "train" else _in_memory(held_out(run).of_store, HELD_OUT_ROWS)
             batches = torch.from_numpy(rows).split(batch_size(run.sae.d_sae))
             margins[other] = np.concatenate(
                 [margins_of(cells, x, cells.pre_activations(x)) for x in batches]

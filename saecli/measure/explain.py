@@ -26,7 +26,7 @@ from .judge import COUNTS, KINDS, judge
 from .judge import SCORES as JUDGED
 from .labels import LABELS, Label, Labels, add_labels, others_labels, read_labels, shown
 from .measured import ChosenRows, Measured, RowsLike
-from .probes import mean_and_interval
+from .probes import means_and_intervals
 from .rules import Rule, Tokens, choose_rules, score, shuffled
 
 SCORES = ("texts", "tokens")
@@ -201,9 +201,8 @@ def _means(
     name: str, scores: Mapping[int, Scores], measures: Iterable[str] = SCORES
 ) -> dict[str, Any]:
     """The mean scores over latents that have them, with intervals."""
-    line: dict[str, Any] = {"labels": name, "latents": len(scores)}
-    for measure in measures:
-        values = [each[measure] for each in scores.values() if each[measure] is not None]
-        interval = mean_and_interval(np.array(values, float)) if values else (None, None, None)
-        line |= dict(zip((measure, f"{measure}_low", f"{measure}_high"), interval, strict=True))
-    return line
+    values = {measure: [each[measure] for each in scores.values()] for measure in measures}
+    known = {
+        measure: [value for value in each if value is not None] for measure, each in values.items()
+    }
+    return {"labels": name, "latents": len(scores)} | means_and_intervals(known)

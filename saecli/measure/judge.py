@@ -197,7 +197,7 @@ def scored(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, A
 
 
 def judge(
-    excerpts: Sequence[LatentExcerpts], rules: Mapping[int, str], ask: Ask, seed: int = 0
+    excerpts: Sequence[LatentExcerpts], rules: Mapping[int, str], ask: Ask
 ) -> list[dict[str, Any]]:
     """Label latents by a language model, which then judges these and the other labels.
 
@@ -212,11 +212,11 @@ def judge(
     replies = ask([(label_prompt(each.shown),) for each in shown])
     found = {each.latent: label_of(reply) for each, reply in zip(shown, replies, strict=True)}
     own = {latent: label for latent, label in found.items() if label is not None}
-    by_kind = dict(zip(KINDS, (own, rules, shuffled(own, seed)), strict=True))
+    by_kind = dict(zip(KINDS, (own, rules, shuffled(own)), strict=True))
     asked = [
         (
             {"latent": each.latent, "labels": kind, "label": label},
-            [*detection(label, each, seed), *fuzzing(label, each, seed)],
+            [*detection(label, each), *fuzzing(label, each)],
         )
         for each in excerpts
         for kind, labels in by_kind.items()

@@ -185,10 +185,10 @@ def _line(
     labelled: LabelledSet, run: str | None, point: HookPoint, k: int | None, scores: Scores
 ) -> dict[str, Any]:
     line = {"set": labelled.name, "rows": len(labelled.texts), "run": run, **point.place, "k": k}
-    return line | _means(scores, OVERLAP)
+    return line | means_and_intervals(scores, OVERLAP)
 
 
-def _means(
+def means_and_intervals(
     values: Mapping[str, Sequence[float] | NDArray[np.float64]], overlap: float = 0.0
 ) -> dict[str, float | None]:
     """The mean of each measure's values, and the ends of its interval; see `mean_and_interval`."""
@@ -212,22 +212,22 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             pairs = zip(group, dense, strict=True)
             values["auc_difference"] = [line["auc"] - other["auc"] for line, other in pairs]
         place = {"run": run, "layer": layer, "site": site, "k": k}
-        documents.append({**place, "sets": len(group), **_means(values)})
+        documents.append({**place, "sets": len(group), **means_and_intervals(values)})
     return documents
 
 
 def mean_and_interval(
     values: NDArray[np.float64], overlap: float = 0.0
-) -> tuple[float, float | None, float | None]:
-    """The mean, and the ends of its 95% interval by Student's t; None for a single value.
+) -> tuple[float | None, float | None, float | None]:
+    """The mean, None for no value, and the ends of its 95% interval by Student's t, None for less than two.
 
     Scores of folds depend on each other, since their training parts overlap. With `overlap`, test rows over training
     rows of a fold, the variance of their mean is `(1/n + overlap) s^2` (Nadeau and Bengio, "Inference for the
     Generalization Error", 2003).
     """
-    mean = float(np.mean(values))
     if len(values) < 2:
-        return mean, None, None
+        return float(values[0]) if len(values) else None, None, None
+    mean = float(np.mean(values))
     deviation = np.std(values, ddof=1) * np.sqrt(1 / len(values) + overlap)
     low, high = student.interval(LEVEL, len(values) - 1, mean, max(deviation, np.finfo(float).tiny))
     return mean, float(low), float(high)
