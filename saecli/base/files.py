@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from .errors import ConfigError
+
 LOCK = ".lock"
 _PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)(\.[0-9a-f]{8})?\.partial(?![\w.])")
 
@@ -156,6 +158,14 @@ def check_place(path: Path) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}")
     NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent).close()
+
+
+def demand_place(path: Path, remedy: str = "name another path") -> None:
+    """As `check_place`, with a ConfigError."""
+    try:
+        check_place(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
 
 
 def make_folder(path: Path) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line, unknown_choice
-from ..base.files import check_place, is_free, regular, write_csv
+from ..base.files import demand_place, is_free, regular, write_csv
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
 from ..extract.options import SITES
@@ -452,18 +452,9 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
         )
     if new is not None:
         existing = next(folder for folder in (new, *new.absolute().parents) if folder.is_dir())
-        _demand_writable(existing / "index.html")
+        demand_place(existing / "index.html")
     for path in (plot, csv, html):
         if path is not None:
-            _demand_writable(Path(path))
+            demand_place(Path(path))
     given = {name for name in ctx.params if is_given(ctx, name)}
     return Session(ctx.find_root().obj, Console(ctx.params["json"]), ctx.params, given)
-
-
-def _demand_writable(path: Path) -> None:
-    try:
-        check_place(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror or error}; name another path"
-        ) from error

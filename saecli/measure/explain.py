@@ -10,7 +10,7 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
-from ..base.files import check_place
+from ..base.files import demand_place
 from ..base.home import Home
 from ..base.options import demand_known, options_of
 from ..extract.language_model import load_tokenizer
@@ -167,12 +167,7 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
             f"--out is needed: {subject.name} has no folder of its own to hold labels"
         )
     path = subject.path / LABELS if out is None else Path(out)
-    try:
-        check_place(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror or error}; name another file with --out"
-        ) from error
+    demand_place(path, "name another file with --out")
     read_labels(path)  # refuses a damaged file before any work
     return path
 
