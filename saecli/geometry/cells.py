@@ -109,8 +109,7 @@ class Cells(ABC):
 
     @abstractmethod
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """Local complexity, (B,): boundary hyperplanes within a distance, in units of the rows, given pre-activations,
-        (B, F)."""
+        """Local complexity, (B,): boundary hyperplanes within a radius, in units of the rows, given pre-activations."""
 
 
 @dataclass(frozen=True)
@@ -314,8 +313,7 @@ class ReluTopKCells(Cells):
         return self.largest.supports(pre) & (pre > 0)
 
     def margins(self, pre: Tensor) -> Tensor:
-        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); of a row with fewer than K positive latents
-        the margin of relu."""
+        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); with fewer than K positive latents relu's."""
         margins, full = self.relu.margins(pre), self._is_full(pre)
         kept = self.largest.supports(pre[full])
         zeros = self.relu.distances(pre[full]).masked_fill(~kept, torch.inf).amin(1)

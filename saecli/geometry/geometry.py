@@ -113,8 +113,6 @@ class Survey:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `geometry`, checked."""
-
     rows: int = 100_000
     fit_rows: int = SAMPLE_ROWS
     radius: float = 0.01

@@ -100,8 +100,7 @@ class Endpoint:
                 self.kept |= parse_json(line, dict[str, str])
 
     def planned(self, work: Callable[[Ask], object]) -> dict[str, int]:
-        """What `work` would ask, sending nothing: requests, those `kept`, and of the others the tokens: read (about),
-        written (at most)."""
+        """What `work` would ask: requests, those `kept`, and the others' tokens: read (about), written (at most)."""
         sizes: dict[str, int] = {}
 
         def ask(chats: Sequence[Chat]) -> list[str]:
@@ -127,7 +126,6 @@ class Endpoint:
         return [self.kept[self.server.hash(chat)] for chat in chats]
 
     def _ask_server(self, chats: Mapping[str, Chat]) -> None:
-        """Ask and keep the answers to chats, by hash."""
         from huggingface_hub import InferenceClient
 
         self._stopping.clear()

@@ -226,8 +226,7 @@ def models_to_splice(
 
 
 def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":
-    """The stores of an SAE's rows, inputs first, and the model of each; refuses models that cannot be run over them,
-    before other work: loads no weights."""
+    """The rows of each store, inputs first, and its model; refuses unfit models before other work, loads no weights."""
     from ..extract.model_source import find_model  # transformers takes seconds to import
 
     names = [model] if isinstance(model, str) else model

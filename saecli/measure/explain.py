@@ -47,8 +47,7 @@ def explain(
     progress: bool | Listener = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Label an SAE's latents by rules on tokens, or a language model too, and score the labels. CLI equivalent: `sae
-    explain`.
+    """Label latents by rules on tokens, or a language model too, and score the labels; CLI equivalent: `sae explain`.
 
     Args:
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.

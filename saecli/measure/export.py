@@ -337,7 +337,6 @@ def _listed(sae: SAELike | Sequence[SAELike]) -> list[SAELike]:
 
 
 def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
-    """The folder in a repository that an SAE, or a set, is pushed to."""
     address, name = Address.parse(repo), "set"
     if len(saes) == 1:
         (sae,) = saes

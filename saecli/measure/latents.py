@@ -364,8 +364,7 @@ class Examples:
                 self._merge(peaks.latents, {"rank": peaks.ranks, **_read(z, block, peaks)})
 
     def _peaks(self, z: Tensor, block: Block, first: int, last: int) -> _Peaks:
-        """The peaks in these windows that rank above the last example of their latent: few, once some windows have been
-        seen."""
+        """The peaks in these windows that rank above their latent's last example: few, after the first windows."""
         starts = block.starts[first : last + 1]
 
         def ranked(begin: int, end: int, latents: np.ndarray | slice = slice(None)) -> Tensor:
@@ -451,8 +450,7 @@ def _codes(z: Tensor, rows: np.ndarray, latents: np.ndarray) -> np.ndarray:
 
 
 class Survey:
-    """The results of one pass over some rows: `examples` where the chosen latents' codes are largest, `samples` at
-    random.
+    """The results of one pass over rows: `examples` of the chosen latents' largest codes, and `samples` at random.
 
     Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
     """

@@ -187,8 +187,7 @@ class Measured:
         return [OUTLYING * median for median in medians]
 
     def massive(self, y: Tensor) -> Tensor:
-        """Which of some rows, or targets, (B, E), have over `OUTLYING` times the median norm at a hook point that is
-        predicted, (B,) bool."""
+        """Rows, or targets, (B, E), above `OUTLYING` times the median norm at a hook point predicted, (B,) bool."""
         massive = torch.zeros(len(y), dtype=torch.bool, device=y.device)
         for place, limit in zip(self.sae.hook_columns, self._massive_norms, strict=True):
             if limit > 0:
@@ -328,8 +327,7 @@ class ChosenRows:
 
 
 def own_rows(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Measured | None:
-    """An SAE, from `open_sae`, with all rows of the stores that it was trained on; None where one is missing, or no
-    longer fits."""
+    """An SAE, from `open_sae`, with all rows of the stores of its training; None where one is missing, or unfit."""
     subject, _ = opened
     names = [name for name in (subject.data, *subject.beside, subject.target) if name]
     if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):

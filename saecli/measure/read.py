@@ -99,8 +99,6 @@ class _Reading:
 
 
 class _Reader:
-    """A loaded model with an SAE, which reads texts."""
-
     def __init__(self, sae_at: Hooked, model: LanguageModel, prepend_bos: bool) -> None:
         self._model, self._points, self._prepend_bos = model, sae_at.reads, prepend_bos
         self._sae = sae_at.sae.copy_to(model.device)

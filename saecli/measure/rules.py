@@ -195,8 +195,7 @@ def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, fl
 
 
 def balanced_accuracy(said: np.ndarray, true: np.ndarray) -> float | None:
-    """The mean of the fractions of true ones that are said to be so, and of others that are not; None without one of
-    them."""
+    """The mean of the fractions of true and of false ones that are said to be so; None without one of them."""
     if true.all() or not true.any():
         return None
     return float(said[true].mean() + (~said[~true]).mean()) / 2

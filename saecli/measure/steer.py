@@ -46,8 +46,6 @@ SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `_largest_on_s
 
 
 class _Change(NamedTuple):
-    """What is done to latents of an SAE."""
-
     hooked: Hooked
     method: str
     latents: list[int]
