@@ -372,16 +372,12 @@ def agreement(cells: Cells, batches: Iterable[Tensor]) -> dict[str, Any] | None:
     """
     if not isinstance(cells, LargestCells):
         return None
-    rows = ties = matching = 0
-    for x in batches:
-        decided, same = _compare(cells, x.double())
-        rows += len(x)
-        ties += int((~decided).sum())
-        matching += int((decided & same).sum())
+    compared = [_compare(cells, x.double()) for x in batches]
+    decided, same = (torch.cat(parts) for parts in zip(*compared, strict=True))
     return {
-        "agreement": matching / (rows - ties) if rows > ties else None,
-        "ties": ties,
-        "rows": rows,
+        "agreement": float(same[decided].double().mean()) if decided.any() else None,
+        "ties": int((~decided).sum()),
+        "rows": len(decided),
         "sites": len(cells.diagram.weights),
         "order": cells.k,
     }

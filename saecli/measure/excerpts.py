@@ -110,19 +110,17 @@ class Corpus:
             pair for peaks in near for pair in enumerate(spread_out(peaks, NEAR).tolist())
         )
         shown = np.append(strong[:STRONGEST], spread_out(strong[STRONGEST:], SAMPLED))
-        tokens = {
-            "shown": shown,
-            "firing": spread_out(self.peaks(latent, False), FIRING),
-            "silent": tries,
-            "near": np.array([token for _, token in in_turn], int),
+        near_tokens = np.array([token for _, token in in_turn], int)
+        return {
+            "shown": self.around(shown),
+            "firing": self.around(spread_out(self.peaks(latent, False), FIRING)),
+            "silent": self._silent_around(latent, tries)[:SILENT],
+            "near": self._silent_around(latent, near_tokens)[:NEAR],
         }
-        spans = {name: self.around(of_name) for name, of_name in tokens.items()}
-        spans["silent"] = self._silent(latent, spans["silent"])[:SILENT]
-        spans["near"] = self._silent(latent, spans["near"])[:NEAR]
-        return spans
 
-    def _silent(self, latent: int, spans: np.ndarray) -> np.ndarray:
-        """Those of some excerpts, (E, 2), in which a latent is silent."""
+    def _silent_around(self, latent: int, tokens: np.ndarray) -> np.ndarray:
+        """As `around`, only the excerpts in which a latent is silent."""
+        spans = self.around(tokens)
         counts = np.searchsorted(self.fires(latent), spans)
         return spans[counts[:, 0] == counts[:, 1]]
 
