@@ -21,6 +21,7 @@ from ..base.devices import batches_on, device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import words_of
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.formats.hooks import settled, why_unsettled
@@ -326,28 +327,31 @@ class ChosenRows:
         return open_joined(self.home, names, subject.target, self.listener)
 
 
-def own_rows(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Measured | None:
-    """An SAE, from `open_sae`, with all rows of the stores of its training; None where one is missing, or unfit."""
+@torch.no_grad()
+def own_codes(
+    home: Home,
+    opened: tuple[Subject, SavedSAE],
+    device: str,
+    rows: int,
+    products: int,
+    window_bytes: int | None = None,
+) -> Iterator[Codes]:
+    """An SAE's codes, given `open_sae`'s, of batches drawn at random from the stores of its training; nothing where one
+    is missing, or unfit. At least `rows` rows in all, or fewer where encoding would take more than `products`
+    multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
     subject, _ = opened
     names = [name for name in (subject.data, *subject.beside, subject.target) if name]
     if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
-        return None
+        return
     try:
-        return ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
+        measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
     except ConfigError:  # a store made anew under the name may have other rows, or no targets
-        return None
-
-
-def sampled(
-    measured: Measured, rows: int, products: int, window_bytes: int | None = None
-) -> Iterator[Tensor]:
-    """Batches of an SAE's inputs, (B, D), drawn at random: at least `rows` of them in all, or fewer where encoding
-    would take more than `products` multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
+        return
     sae, stored = measured.sae, measured.rows
     assert isinstance(stored, Rows | JoinedRows)
     left = min(rows, products // (sae.d_in * sae.d_sae))
     for batch in stored.batches(measured.batch_rows, seed=0, epoch=0, window_bytes=window_bytes):
-        yield torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
+        yield sae.codes(torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc))
         left -= len(batch)
         if left <= 0:
             return

@@ -28,9 +28,9 @@ from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters
 from ..extract.windows import Window, Windows
 from ..sae.library import SAELike, open_sae
-from ..sae.metrics import firing
+from ..sae.metrics import Firing
 from .labels import shown_labels
-from .measured import BATCH_CODES, at_tokens, own_rows, sampled
+from .measured import BATCH_CODES, at_tokens, own_codes
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
 CONTEXT = 4096  # most tokens of a window
@@ -212,12 +212,10 @@ def read(
     if latents == "listed":
         named = {one["latent"] for of_text in lines for line in of_text for one in line["latents"]}
         chosen = sorted(named)
-    store_rows, frequencies = None, None
-    on_store = own_rows(home, opened, device)
-    if on_store is not None:
-        x = sampled(on_store, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES)
-        counts = firing(on_store.sae, x)
-        store_rows, frequencies = counts.rows, counts.frequency.tolist()
+    counts = Firing(sae_at.sae.d_sae, device=device_named(device))
+    for codes in own_codes(home, opened, device, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES):
+        counts.update(codes)
+    frequencies = counts.frequency.tolist() if counts.rows else None
 
     def known(latent: int) -> dict[str, Any]:
         frequency = None if frequencies is None else frequencies[latent]
@@ -229,7 +227,7 @@ def read(
         "run": sae_at.name,
         "model": source.name,
         **({"inputs": points} if len(points) > 1 else points[0]),
-        "store_rows": store_rows,
+        "store_rows": counts.rows or None,
         "tokens": lines[0],
         "latents": [
             known(latent) | here.latent(latent)

@@ -38,11 +38,11 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from .labels import shown_labels
-from .measured import own_rows, sampled
+from .measured import own_codes
 
 METHODS = ("add", "clamp", "ablate")
 NEW_TOKENS = 40
-SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `_largest_on_store`
+SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # of the store at most
 
 
 class _Change(NamedTuple):
@@ -79,24 +79,17 @@ def _change(
     return _Change(hooked, method, numbers.tolist(), scales.tolist())
 
 
-@torch.no_grad()
 def _largest_on_store(
     home: Home, opened: tuple[Subject, SavedSAE], device: str, latents: list[int]
 ) -> tuple[list[float], int] | None:
-    """The largest code of each latent on rows, drawn at random, of the store that an SAE was trained on, and the number
-    of these rows; None where the store is missing, or does not fit.
-
-    Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
-    """
-    measured = own_rows(home, opened, device)
-    if measured is None:
-        return None
+    """The largest code of each latent on rows of the store that an SAE was trained on, and the number of these rows;
+    None without the store."""
     largest = torch.full((len(latents),), -torch.inf)
     rows = 0
-    for x in sampled(measured, SCANNED_ROWS, SCANNED_PRODUCTS):
-        largest = largest.maximum(measured.sae.encode(x)[:, latents].amax(0).float().cpu())
-        rows += len(x)
-    return largest.tolist(), rows
+    for codes in own_codes(home, opened, device, SCANNED_ROWS, SCANNED_PRODUCTS):
+        largest = largest.maximum(codes.dense()[:, latents].amax(0).float().cpu())
+        rows += codes.shape[0]
+    return (largest.tolist(), rows) if rows else None
 
 
 def _hooked(
