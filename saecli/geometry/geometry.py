@@ -174,7 +174,9 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
     census, sample = survey.census, survey.sample
     words = f"{run.subject.name}: power diagram, k-means and local PCA"
     with listener.progress(words, None, "steps"):
-        train = _in_memory(_training_rows(run), sample_capacity(run.sae.d_in, settings.fit_rows))
+        seed, fraction = run.subject.split_seed, run.subject.fraction
+        training_rows = run.store.split("train", fraction=fraction, seed=seed)
+        train = _in_memory(training_rows, sample_capacity(run.sae.d_in, settings.fit_rows))
         distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
         radius = settings.radius * float(np.median(distances))
         margins = {split: survey.margins}
@@ -187,7 +189,7 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
                 [margins_of(cells, x, cells.pre_activations(x)) for x in batches]
             )
             complexity[other] = local_complexity(cells, rows, radius)
-        stream = training_stream(run, settings.fit_rows)
+        stream = training_stream(training_rows, settings.fit_rows)
         references = measure_references(run.sae, sample, train, round(census.l0), stream)
         most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
         diagram = agreement(cells, torch.from_numpy(spread_out(sample, most)).split(64))
@@ -234,21 +236,16 @@ def _batches(run: Measured, count: int, listener: Listener) -> Iterator[Tensor]:
             show(done)
 
 
-def training_stream(run: Measured, most: int) -> Stream | None:
-    """At most `most` of the rows that the run was trained on; None if a sample in memory suffices.
+def training_stream(rows: Rows, most: int) -> Stream | None:
+    """At most `most` of the rows that a run was trained on; None if a sample in memory suffices.
 
     A sample suffices for up to 50,000 rows, even if memory holds few of them: scatter matrices of wide rows take so
     much memory that a stream leaves local PCA fewer cells.
     """
-    rows = _training_rows(run)
     count = min(most, rows.rows)
     if count <= max(SAMPLE_ROWS, sample_capacity(rows.d_in, most)):
         return None
     return Stream(count, lambda: _sample(rows, count, max(1, STREAM_BYTES // (4 * rows.d_in))))
-
-
-def _training_rows(run: Measured) -> Rows:
-    return run.store.split("train", fraction=run.subject.fraction, seed=run.subject.split_seed)
 
 
 def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
