@@ -4,10 +4,9 @@ Shapes: N rows, B rows of a batch, D = d_in, E the width of targets, 0 without, 
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,16 +211,16 @@ class Measured:
     def batches(self, listener: Listener) -> Iterator[Tensor]:
         """Rows in stored order, targets next to them, (B, D + E), in the SAE's dtype and on its device."""
         W_enc = self.sae.W_enc
-        sources: Iterable[np.ndarray | None] = repeat(None)
+        sources = None
         if self.source is not None:
             sources = self.of_store.column("source", self.batch_rows)
         batches = batches_on(self.rows.sequential(self.batch_rows), W_enc.device)
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
-            for batch, sources_of_rows in zip(batches, sources, strict=False):
+            for batch in batches:
                 done += len(batch)
-                if sources_of_rows is not None:
-                    of_source = torch.from_numpy(sources_of_rows == self.source)
+                if sources is not None:
+                    of_source = torch.from_numpy(next(sources) == self.source)
                     batch = batch[of_source.to(batch.device)]
                 if len(batch):
                     yield batch.to(W_enc.dtype)
