@@ -99,7 +99,7 @@ def command(
             "--match-threshold does nothing without --stability; leave it out, or ask for --stability"
         )
     chosen_rows = ChosenRows(session.home, data, split, device, console, target)
-    everything = chosen_rows.with_all(names)
+    everything = chosen_rows.with_all(names, of_set=at_once)
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
     effect: dict[str, Any] = {}

@@ -277,10 +277,10 @@ class ChosenRows:
             saved.sae.widths = rows.places
         return Measured(subject, saved, rows)
 
-    def with_all(self, saes: Sequence[SAELike]) -> list[Measured]:
-        """Each SAE, or the newest run if there are none."""
+    def with_all(self, saes: Sequence[SAELike], of_set: bool = False) -> list[Measured]:
+        """Each SAE, or the newest run if there are none; those of a set have rows of their own."""
         opened = [self.with_sae(sae) for sae in saes or [None]]
-        if len(by_rows(opened)) > 1:
+        if not of_set and len(by_rows(opened)) > 1:
             self.listener.note(
                 "these runs are measured on different rows, each on its own store and split"
             )
