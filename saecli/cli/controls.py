@@ -4,13 +4,6 @@ import typer
 
 from .options import Csv, Device, Json, OwnRun, Revision, SplicedModel, Tokens, start
 
-Seeds = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Train with this number of seeds; the first is evaluated. 1: no stability."
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
@@ -18,7 +11,12 @@ def command(
     model: SplicedModel = None,
     model_revision: Revision = None,
     tokens: Tokens = None,
-    seeds: Seeds = 2,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Train with this number of seeds; the first is evaluated. 1: no stability."
+        ),
+    ] = 2,
     device: Device = "auto",
     csv: Csv = None,
     json: Json = False,

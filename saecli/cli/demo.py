@@ -17,15 +17,17 @@ ROWS = 20_000
 EPOCHS = 20
 SIDE_BY_SIDE = ("l0", "fvu", "ce_recovered", "kl", "steps", "seconds")
 
-Pictures = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for the pictures and the measures.", show_default="demo/ in the home"
-    ),
-]
 
-
-def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the pictures and the measures.", show_default="demo/ in the home"
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
     """Run extract, train and eval offline on a bundled model, printing each command.
 
     Extracts activations from tiny-gemma2, trains one SAE with each solver, and compares them. Takes a minute or two

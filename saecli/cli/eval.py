@@ -18,24 +18,6 @@ from .options import (
     start,
 )
 
-Stability = Annotated[
-    bool,
-    typer.Option(
-        "--stability",
-        help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
-    ),
-]
-Together = Annotated[
-    bool,
-    typer.Option(
-        "--together",
-        help="Splice all runs into --model at once, such as a set of transcoders, instead of each alone.",
-    ),
-]
-MatchThreshold = Annotated[
-    float, typer.Option(help="With --stability, count latents as matched above this |cosine|.")
-]
-
 
 def command(
     ctx: typer.Context,
@@ -46,9 +28,23 @@ def command(
     model: SplicedModels = None,
     model_revision: Revisions = None,
     tokens: Tokens = None,
-    at_once: Together = False,
-    stable: Stability = False,
-    match_threshold: MatchThreshold = 0.7,
+    at_once: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Splice all runs into --model at once, such as a set of transcoders, instead of each alone.",
+        ),
+    ] = False,
+    stable: Annotated[
+        bool,
+        typer.Option(
+            "--stability",
+            help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
+        ),
+    ] = False,
+    match_threshold: Annotated[
+        float, typer.Option(help="With --stability, count latents as matched above this |cosine|.")
+    ] = 0.7,
     device: Device = "auto",
     plot: Plot = None,
     csv: Csv = None,

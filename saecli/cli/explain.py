@@ -7,38 +7,6 @@ import typer
 from ..measure.endpoint import Server
 from .options import Data, Device, Json, Run, Target, configured, start
 
-Latents = Annotated[
-    list[int] | None,
-    typer.Option(
-        help="Label this latent, from 0; repeat for several.",
-        show_default="all that fire",
-        callback=lambda latents: latents or None,
-    ),
-]
-Count = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Label this number of latents, drawn at random.", show_default="all that fire"
-    ),
-]
-Top = Annotated[int, typer.Option(min=1, help="List this number of latents here.")]
-Labels = Annotated[
-    Path | None,
-    typer.Option(
-        help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them; JSON, JSON lines "
-        "or CSV, each entry with index (or latent) and description (or label).",
-        show_default="none",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        dir_okay=False,
-        help="Add the labels to this file.",
-        show_default="labels.json in the run's folder",
-    ),
-]
-
 
 @configured(Server)
 def command(
@@ -47,11 +15,38 @@ def command(
     run: Run = None,
     data: Data = None,
     target: Target = None,
-    latent: Latents = None,
-    latents: Count = None,
-    top: Top = 40,
-    labels: Labels = None,
-    out: Out = None,
+    latent: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Label this latent, from 0; repeat for several.",
+            show_default="all that fire",
+        ),
+    ] = None,
+    latents: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Label this number of latents, drawn at random.",
+            show_default="all that fire",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="List this number of latents here.")] = 40,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them; JSON, JSON "
+            "lines or CSV, each entry with index (or latent) and description (or label).",
+            show_default="none",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Add the labels to this file.",
+            show_default="labels.json in the run's folder",
+        ),
+    ] = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

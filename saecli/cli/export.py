@@ -12,20 +12,17 @@ def formats() -> list[str]:
     return [name for name in WRITABLE if name != "native"]
 
 
-To = Annotated[
-    str,
-    typer.Option(
-        metavar="FORMAT",
-        autocompletion=formats,
-        help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
-        "(params.safetensors); a transcoder also for circuit-tracer.",
-    ),
-]
-
-
 def command(
     ctx: typer.Context,
-    to: To,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            autocompletion=formats,
+            help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
+            "(params.safetensors); a transcoder also for circuit-tracer.",
+        ),
+    ],
     out: Out,
     runs: Runs = None,
     data: Data = None,

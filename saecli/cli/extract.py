@@ -51,29 +51,24 @@ class Places(Config):
     ] = None
 
 
-Name = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the store; of several, the prefix of their names.",
-        show_default="from model, layer, site and a hash of the options",
-    ),
-]
-
-
-ListModules = Annotated[
-    bool,
-    typer.Option(
-        "--list-modules", help="List the modules of --model, their widths and the sites among them."
-    ),
-]
-
-
 @configured(ExtractConfig, Places)
 def command(
     ctx: typer.Context,
     options: dict[str, Any],
-    name: Name = None,
-    list_modules: ListModules = False,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the store; of several, the prefix of their names.",
+            show_default="from model, layer, site and a hash of the options",
+        ),
+    ] = None,
+    list_modules: Annotated[
+        bool,
+        typer.Option(
+            "--list-modules",
+            help="List the modules of --model, their widths and the sites among them.",
+        ),
+    ] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

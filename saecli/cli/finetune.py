@@ -12,15 +12,6 @@ from ..train.finetune_options import FINETUNED
 from .options import Data, Given, Json, Runs, configured, home_of, start
 from .train import Resume, demand_alone, train_and_print
 
-Name = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the new run.",
-        show_default="finetune, activation and a number",
-        autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
-    ),
-]
-
 
 @configured(repeated=True, more=FINETUNED)
 def command(
@@ -28,7 +19,14 @@ def command(
     options: tuple[Given, ...],
     runs: Runs = None,
     data: Data = None,
-    name: Name = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the new run.",
+            show_default="finetune, activation and a number",
+            autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
+        ),
+    ] = None,
     resume: Resume = False,
     json: Json = False,
 ) -> None:

@@ -5,41 +5,38 @@ import typer
 from ..base.errors import ConfigError
 from .options import Data, Json, Plot, Runs, SplitName, start
 
-Most = Annotated[int, typer.Option(min=1, help="Most rows to measure; of more, a random sample.")]
-FitRows = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.",
-    ),
-]
-Slice = Annotated[
-    str,
-    typer.Option(
-        "--slice",
-        metavar="pca|I,J,K",
-        help="Plane of --plot: the first two principal components, or through three rows, "
-        "by number in the split from 0.",
-    ),
-]
-Radius = Annotated[
-    float,
-    typer.Option(
-        help="Radius of the local complexity, as a fraction of the rows' median distance to their mean."
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
     runs: Runs = None,
     data: Data = None,
     split: SplitName = "test",
-    rows: Most = 100_000,
-    fit_rows: FitRows = 50_000,
-    radius: Radius = 0.01,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Most rows to measure; of more, a random sample.")
+    ] = 100_000,
+    fit_rows: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.",
+        ),
+    ] = 50_000,
+    radius: Annotated[
+        float,
+        typer.Option(
+            help="Radius of the local complexity, as a fraction of the rows' median distance to their mean."
+        ),
+    ] = 0.01,
     plot: Plot = None,
-    slice_: Slice = "pca",
+    slice_: Annotated[
+        str,
+        typer.Option(
+            "--slice",
+            metavar="pca|I,J,K",
+            help="Plane of --plot: the first two principal components, or through three rows, "
+            "by number in the split from 0.",
+        ),
+    ] = "pca",
     json: Json = False,
 ) -> None:
     """Measure the spline: cells, power diagram, margins, k-means and local PCA.

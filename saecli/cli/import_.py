@@ -6,23 +6,24 @@ import typer
 from ..store.options import ImportConfig, SyntheticConfig
 from .options import Json, configured, start
 
-File = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE",
-        help="A file (.npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with "
-        ".gz); digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, "
-        "each less its mean; synthetic: rows made of known features.",
-    ),
-]
-Name = Annotated[
-    str | None, typer.Option(help="Name of the store.", show_default="the file's name")
-]
-
 
 @configured(ImportConfig, SyntheticConfig)
 def command(
-    ctx: typer.Context, file: File, options: dict[str, Any], name: Name = None, json: Json = False
+    ctx: typer.Context,
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A file (.npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with "
+            ".gz); digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, "
+            "each less its mean; synthetic: rows made of known features.",
+        ),
+    ],
+    options: dict[str, Any],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the store.", show_default="the file's name")
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Store an array, or synthetic rows made of known features.
 

@@ -5,15 +5,18 @@ import typer
 from ..base.errors import StoreError, counted
 from .options import Json, start
 
-Check = Annotated[
-    bool,
-    typer.Option(
-        "--check", help="Compare every shard with its checksum; exit status 1 if one is damaged."
-    ),
-]
 
-
-def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare every shard with its checksum; exit status 1 if one is damaged.",
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
     """List the stores and runs in the home folder, newest first.
 
     Example: sae list --check

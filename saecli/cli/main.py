@@ -83,19 +83,19 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-HomeFolder = Annotated[
-    Path, typer.Option(help="Folder of stores and runs.", metavar="PATH", envvar="SAE_HOME")
-]
-Version = Annotated[
-    bool,
-    typer.Option(
-        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-    ),
-]
-
-
 @app.callback()
-def root(ctx: typer.Context, home: HomeFolder = Path("sae-data"), version: Version = False) -> None:
+def root(
+    ctx: typer.Context,
+    home: Annotated[
+        Path, typer.Option(help="Folder of stores and runs.", metavar="PATH", envvar="SAE_HOME")
+    ] = Path("sae-data"),
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """From a language model's activations to a trained, evaluated and understood sparse autoencoder.
 
     The chain in three lines:

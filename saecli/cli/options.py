@@ -323,7 +323,6 @@ Data = Annotated[
         help="Activation store, by name or folder; for a crosscoder several, in order.",
         autocompletion=store_names,
         show_default="the one that the run was trained on, else the newest",
-        callback=lambda names: names or None,  # without it Typer gives an empty list
     ),
 ]
 Target = Annotated[
@@ -457,4 +456,6 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
         if path is not None:
             demand_place(Path(path))
     given = {name for name in ctx.params if is_given(ctx, name)}
-    return Session(ctx.find_root().obj, Console(ctx.params["json"]), ctx.params, given)
+    # Typer's value of a list that is not given is ().
+    options = {name: None if value == () else value for name, value in ctx.params.items()}
+    return Session(ctx.find_root().obj, Console(ctx.params["json"]), options, given)

@@ -4,31 +4,6 @@ import typer
 
 from .options import Csv, Device, Json, Layer, Model, Module, Plot, Revision, Runs, Site, start
 
-Sets = Annotated[
-    str | None,
-    typer.Option(
-        help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
-        show_default="all 113",
-    ),
-]
-Rows = Annotated[
-    int, typer.Option(min=20, help="Read this number of texts per set, half of each class.")
-]
-Counts = Annotated[
-    list[int] | None,
-    typer.Option(
-        min=1, show_default="1, 2, 5, 16", help="Fit a probe on k latents; repeat for several."
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Read at most this number of last tokens of a text.",
-        show_default="1,024, or the model's positions",
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
@@ -38,10 +13,30 @@ def command(
     layer: Layer = None,
     site: Site = None,
     module: Module = None,
-    sets: Sets = None,
-    rows: Rows = 200,
-    k: Counts = None,
-    context: Context = None,
+    sets: Annotated[
+        str | None,
+        typer.Option(
+            help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
+            show_default="all 113",
+        ),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(min=20, help="Read this number of texts per set, half of each class.")
+    ] = 200,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, show_default="1, 2, 5, 16", help="Fit a probe on k latents; repeat for several."
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Read at most this number of last tokens of a text.",
+            show_default="1,024, or the model's positions",
+        ),
+    ] = None,
     device: Device = "auto",
     plot: Plot = None,
     csv: Csv = None,

@@ -5,46 +5,42 @@ import typer
 from .export import formats
 from .options import Data, Device, Json, Revision, SplicedModel, Target, Tokens, run_names, start
 
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Run name, folder that holds an SAE, or a pattern such as 't-*' of a set of transcoders, one per layer.",
-        autocompletion=run_names,
-    ),
-]
-Repo = Annotated[
-    str,
-    typer.Argument(
-        metavar="USER/REPO",
-        help="Repository, created if missing; USER/REPO/FOLDER names "
-        "the folder, else it is RUN's name.",
-    ),
-]
-Private = Annotated[
-    bool,
-    typer.Option(
-        "--private", help="Create the repository as private; refuse an existing public one."
-    ),
-]
-Form = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        metavar="auto|FORMAT",
-        autocompletion=lambda: ["auto", "native", *formats()],
-        help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else native; "
-        "circuit-tracer for a set.",
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
-    run: Run,
-    repo: Repo,
-    private: Private = False,
-    form: Form = "auto",
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Run name, folder that holds an SAE, or a pattern such as 't-*' of a set of transcoders, one per "
+            "layer.",
+            autocompletion=run_names,
+        ),
+    ],
+    repo: Annotated[
+        str,
+        typer.Argument(
+            metavar="USER/REPO",
+            help="Repository, created if missing; USER/REPO/FOLDER names "
+            "the folder, else it is RUN's name.",
+        ),
+    ],
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private", help="Create the repository as private; refuse an existing public one."
+        ),
+    ] = False,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="auto|FORMAT",
+            autocompletion=lambda: ["auto", "native", *formats()],
+            help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else "
+            "native; circuit-tracer for a set.",
+        ),
+    ] = "auto",
     data: Data = None,
     target: Target = None,
     model: SplicedModel = None,

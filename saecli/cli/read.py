@@ -6,42 +6,35 @@ import typer
 from ..base.errors import ConfigError, one_line
 from .options import Device, Json, Layer, Model, Module, Run, Site, start
 
-Prompt = Annotated[str | None, typer.Option(help="Read this text.")]
-TextFile = Annotated[Path | None, typer.Option(help="Read the text in this UTF-8 file.")]
-ChatFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Read the chat in this file: a JSON list of messages with role and content, for the chat template."
-    ),
-]
-Compare = Annotated[
-    str | None, typer.Option(help="List the latents whose largest codes on this text differ most.")
-]
-Top = Annotated[
-    int, typer.Option(min=1, help="Latents to list for the text, and at most for each token.")
-]
-Latent = Annotated[
-    int | None, typer.Option(help="Show the text coloured by this latent's codes, from 0.")
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        dir_okay=False,
-        help="Write a page here: the text coloured, with each token's latents under the pointer.",
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
     run: Run = None,
-    prompt: Prompt = None,
-    text: TextFile = None,
-    chat: ChatFile = None,
-    compare: Compare = None,
-    top: Top = 10,
-    latent: Latent = None,
-    html: Html = None,
+    prompt: Annotated[str | None, typer.Option(help="Read this text.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Read the text in this UTF-8 file.")] = None,
+    chat: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read the chat in this file: a JSON list of messages with role and content, for the chat template."
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="List the latents whose largest codes on this text differ most."),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(min=1, help="Latents to list for the text, and at most for each token.")
+    ] = 10,
+    latent: Annotated[
+        int | None, typer.Option(help="Show the text coloured by this latent's codes, from 0.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Write a page here: the text coloured, with each token's latents under the pointer.",
+        ),
+    ] = None,
     model: Model = None,
     layer: Layer = None,
     site: Site = None,

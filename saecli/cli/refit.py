@@ -4,20 +4,18 @@ import typer
 
 from .options import Data, Device, Json, Revision, Run, SplicedModel, Target, Tokens, start
 
-Name = Annotated[
-    str | None,
-    typer.Option(
-        help="Save the new run under this name.", show_default="refit- and the name of RUN"
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
     run: Run = None,
     data: Data = None,
     target: Target = None,
-    name: Name = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Save the new run under this name.", show_default="refit- and the name of RUN"
+        ),
+    ] = None,
     model: SplicedModel = None,
     model_revision: Revision = None,
     tokens: Tokens = None,

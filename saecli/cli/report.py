@@ -5,46 +5,6 @@ import typer
 from ..base.errors import size_words
 from .options import Data, Device, Json, Out, Revision, Run, SplitName, Target, start
 
-Latents = Annotated[
-    str | None,
-    typer.Option(
-        metavar="all|NUMBERS",
-        help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
-        show_default="all, or the 4,096 most frequent",
-    ),
-]
-Top = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Instead of --latents: this number of the most frequent latents.",
-        show_default="none",
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Hub id, folder or GGUF file of the language model, to show the tokens that each latent promotes and "
-        "suppresses.",
-        show_default="none",
-    ),
-]
-Count = Annotated[
-    int, typer.Option(min=1, max=100, help="Texts per latent, strongest activation first.")
-]
-Neuronpedia = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL/SOURCE",
-        help="Neuronpedia's name of the SAE, such as "
-        "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
-        show_default="none",
-    ),
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an earlier report in the folder.")
-]
-
 
 def command(
     ctx: typer.Context,
@@ -53,13 +13,46 @@ def command(
     data: Data = None,
     target: Target = None,
     split: SplitName = "all",
-    latents: Latents = None,
-    top: Top = None,
-    model: Model = None,
+    latents: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|NUMBERS",
+            help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
+            show_default="all, or the 4,096 most frequent",
+        ),
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Instead of --latents: this number of the most frequent latents.",
+            show_default="none",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id, folder or GGUF file of the language model, to show the tokens that each latent promotes and "
+            "suppresses.",
+            show_default="none",
+        ),
+    ] = None,
     model_revision: Revision = None,
-    examples: Count = 12,
-    neuronpedia: Neuronpedia = None,
-    overwrite: Overwrite = False,
+    examples: Annotated[
+        int, typer.Option(min=1, max=100, help="Texts per latent, strongest activation first.")
+    ] = 12,
+    neuronpedia: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL/SOURCE",
+            help="Neuronpedia's name of the SAE, such as "
+            "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
+            show_default="none",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier report in the folder.")
+    ] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -6,23 +6,23 @@ import typer
 from ..base.errors import ConfigError, counted, size_words
 from .options import Json, run_names, start, store_names
 
-Names = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="NAME",
-        help="Names of stores and runs.",
-        autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)],
-    ),
-]
-KindOption = Annotated[
-    Literal["store", "run"] | None,
-    typer.Option(help="Disambiguate a name that a store and a run share.", show_default=False),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
 
 def command(
-    ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False
+    ctx: typer.Context,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME",
+            help="Names of stores and runs.",
+            autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)],
+        ),
+    ],
+    kind: Annotated[
+        Literal["store", "run"] | None,
+        typer.Option(help="Disambiguate a name that a store and a run share.", show_default=False),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
 ) -> None:
     """Remove stores and runs with all their files.
 

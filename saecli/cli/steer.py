@@ -4,47 +4,42 @@ import typer
 
 from .options import Device, Json, Layer, Model, Module, Revision, Run, Site, start
 
-Latents = Annotated[list[int], typer.Option(help="Change this latent, from 0; repeat for several.")]
-Prompts = Annotated[list[str], typer.Option(help="Continue this text; repeat for several.")]
-Method = Annotated[
-    Literal["add", "clamp", "ablate"],
-    typer.Option(help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0."),
-]
-Scales = Annotated[
-    list[float] | None,
-    typer.Option(
-        help="Change in units of the code; give one for all latents, or one for each.",
-        show_default="each latent's largest code on the run's store",
-        callback=lambda scales: scales or None,
-    ),
-]
-NewTokens = Annotated[int, typer.Option(min=1, help="Generate at most this number of tokens.")]
-Temperature = Annotated[
-    float, typer.Option(min=0, help="Sample at this temperature; 0: the likeliest token.")
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="Seed the sampling of both texts.", show_default="0 with --temperature"
-    ),
-]
-
 
 def command(
     ctx: typer.Context,
-    latent: Latents,
-    prompt: Prompts,
+    latent: Annotated[
+        list[int], typer.Option(help="Change this latent, from 0; repeat for several.")
+    ],
+    prompt: Annotated[list[str], typer.Option(help="Continue this text; repeat for several.")],
     run: Run = None,
-    method: Method = "add",
-    scale: Scales = None,
+    method: Annotated[
+        Literal["add", "clamp", "ablate"],
+        typer.Option(help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0."),
+    ] = "add",
+    scale: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Change in units of the code; give one for all latents, or one for each.",
+            show_default="each latent's largest code on the run's store",
+        ),
+    ] = None,
     model: Model = None,
     model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
     module: Module = None,
-    max_new_tokens: NewTokens = 40,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Generate at most this number of tokens.")
+    ] = 40,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sample at this temperature; 0: the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Seed the sampling of both texts.", show_default="0 with --temperature"
+        ),
+    ] = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -57,91 +57,8 @@ FROM_MODEL = (
         for option in (options_of(ExtractConfig)[name] for name in _OF_ROWS)
     ),
 )
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
-        "with --each any, also by patterns such as 'mlp-*'.",
-        show_default="the newest",
-        autocompletion=store_names,
-    ),
-]
-Each = Annotated[
-    bool,
-    typer.Option(
-        "--each",
-        help="Train one SAE for each store of --data, or with --target one transcoder for each layer, one after the "
-        "other; rerun it to resume.",
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="Store of the same tokens to predict from --data, for a transcoder; with --each a pattern, such as "
-        "'mlp-*-mlp_out', of one store for each layer.",
-        show_default="--data itself",
-        autocompletion=store_names,
-    ),
-]
-Init = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RUN",
-        hidden=True,
-        help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
-        "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
-        "it was if its loss on a tenth of the training documents, kept out of training, does not fall.",
-        show_default="random directions",
-        autocompletion=run_names,
-    ),
-]
-Layer = Annotated[
-    list[int] | None,
-    typer.Option(
-        callback=demand_once,
-        hidden=True,
-        help="Block of --model to read, from 0.",
-        show_default="the middle one",
-        rich_help_panel=PANEL,
-    ),
-]
-Site = Annotated[
-    list[str] | None,
-    typer.Option(
-        callback=demand_once,
-        hidden=True,
-        help="Hook point in the block; see `sae extract`.",
-        show_default="resid_post",
-        rich_help_panel=PANEL,
-    ),
-]
-Module = Annotated[
-    list[str] | None,
-    typer.Option(
-        callback=demand_once,
-        hidden=True,
-        metavar="<path[:in|:out]>",
-        help="Instead of --layer and --site a module of --model; see `sae extract`.",
-        rich_help_panel=PANEL,
-    ),
-]
-Solver = Annotated[str, typer.Option(help="Training algorithm.", **one_of(SOLVERS))]
-Act = Annotated[
-    str,
-    typer.Option(
-        help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
-        "--k, has the least error, in 2 to 3 times the time.",
-        **one_of(ACTIVATIONS),
-    ),
-]
-Name = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the run; with --each, before the store's.",
-        show_default="solver, activation and a number",
-        autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
-    ),
-]
+
+
 Resume = Annotated[
     bool,
     typer.Option(
@@ -156,16 +73,91 @@ Resume = Annotated[
 def command(
     ctx: typer.Context,
     options: tuple[Given, ...],
-    solver: Solver = "pam-sgd",
-    act: Act = "relu",
-    data: Data = None,
-    each: Each = False,
-    target: Target = None,
-    init: Init = None,
-    layer: Layer = None,
-    site: Site = None,
-    module: Module = None,
-    name: Name = None,
+    solver: Annotated[str, typer.Option(help="Training algorithm.", **one_of(SOLVERS))] = "pam-sgd",
+    act: Annotated[
+        str,
+        typer.Option(
+            help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
+            "--k, has the least error, in 2 to 3 times the time.",
+            **one_of(ACTIVATIONS),
+        ),
+    ] = "relu",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
+            "with --each any, also by patterns such as 'mlp-*'.",
+            show_default="the newest",
+            autocompletion=store_names,
+        ),
+    ] = None,
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each",
+            help="Train one SAE for each store of --data, or with --target one transcoder for each layer, one after "
+            "the other; rerun it to resume.",
+        ),
+    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Store of the same tokens to predict from --data, for a transcoder; with --each a pattern, such as "
+            "'mlp-*-mlp_out', of one store for each layer.",
+            show_default="--data itself",
+            autocompletion=store_names,
+        ),
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            hidden=True,
+            help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
+            "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
+            "it was if its loss on a tenth of the training documents, kept out of training, does not fall.",
+            show_default="random directions",
+            autocompletion=run_names,
+        ),
+    ] = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(
+            callback=demand_once,
+            hidden=True,
+            help="Block of --model to read, from 0.",
+            show_default="the middle one",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=demand_once,
+            hidden=True,
+            help="Hook point in the block; see `sae extract`.",
+            show_default="resid_post",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    module: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=demand_once,
+            hidden=True,
+            metavar="<path[:in|:out]>",
+            help="Instead of --layer and --site a module of --model; see `sae extract`.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the run; with --each, before the store's.",
+            show_default="solver, activation and a number",
+            autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
+        ),
+    ] = None,
     resume: Resume = False,
     json: Json = False,
 ) -> None:
