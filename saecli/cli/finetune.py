@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..base.errors import ConfigError
 from ..base.home import checked_name, now
 from ..train.finetune_options import FINETUNED
-from .options import Data, Given, Json, Runs, configured, home_of, start
+from .options import Data, Given, Json, Runs, Session, configured, home_of, start
 from .train import Resume, demand_alone, train_and_print
+
+if TYPE_CHECKING:
+    from ..train.jobs import Job
 
 
 @configured(repeated=True, more=FINETUNED)
@@ -46,55 +50,46 @@ def command(
     Example: sae finetune first --model google/gemma-2-2b
     """
     from ..store.opening import note_when_stopped
-    from ..train.finetune import Opened, Settings, resume_jobs
-    from ..train.jobs import NewRun, claim_jobs, run_names
+    from ..train.finetune import resume_jobs
 
     session = start(ctx)
-    together = options[0].values.get("together", False)
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(session)
                 groups = [resume_jobs(session.home, name, session.console, claims)]
             else:
-                chosen: list[str | None] = [*runs] if runs else [None]
-                _demand_one(len(chosen), len(options), together)
-                settings = [Settings.of(option.values) for option in options]
-                named = [(data, None)] * len(chosen) if data else []
-                opened = Opened.open(session.home, chosen, settings[0], named, session.console)
-                created = now()
-                names = run_names(name, [option.varied for option in options])
-                if together:
-                    prefix = name or "together"
-                    names = [
-                        checked_name(f"{prefix}-{Path(one.start.name).name}") for one in opened
-                    ]
-                new_runs = [
-                    NewRun(
-                        its_name,
-                        one.run(its_settings, created),
-                        option.values,
-                        option.varied,
-                    )
-                    for its_name, one, its_settings, option in zip(
-                        names,
-                        opened * len(options),
-                        settings * len(opened),
-                        options * len(opened),
-                        strict=True,
-                    )
-                ]
-                stem = f"finetune-{opened[0].text.hooked.sae.activation.name}"
-                groups = claim_jobs(session.home, new_runs, stem, session.console, claims)
+                groups = _new_jobs(session, options, claims)
         train_and_print(session, groups)
 
 
-def _demand_one(runs: int, combinations: int, together: bool) -> None:
-    if runs > 1 and not together:
+def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
+    """The runs to train: of one SAE one for each combination of options, or one for each SAE of a set."""
+    from ..train.finetune import Opened, Settings
+    from ..train.jobs import NewRun, claim_jobs, run_names
+
+    saes, data, name = (session.options[option] for option in ("runs", "data", "name"))
+    saes = saes or [None]
+    together = options[0].values.get("together", False)
+    if len(saes) > 1 and not together:
         raise ConfigError(
-            f"sae finetune trains one run, or by --together several at once, got {runs}; name one, or give --together"
+            f"sae finetune trains one run, or by --together several at once, got {len(saes)}; name one, or give "
+            "--together"
         )
-    if combinations > 1 and together:
+    if len(options) > 1 and together:
         raise ConfigError(
-            f"--together takes each option once, got {combinations} combinations; give one value of each"
+            f"--together takes each option once, got {len(options)} combinations; give one value of each"
         )
+    settings = [Settings.of(option.values) for option in options]
+    named = [(data, None)] * len(saes) if data else []
+    opened = Opened.open(session.home, saes, settings[0], named, session.console)
+    created, new_runs = now(), []
+    names = run_names(name, [option.varied for option in options])
+    for one in opened:
+        if together:
+            names = [checked_name(f"{name or 'together'}-{Path(one.start.name).name}")]
+        for its_name, its_settings, option in zip(names, settings, options, strict=True):
+            run = one.run(its_settings, created)
+            new_runs.append(NewRun(its_name, run, option.values, option.varied))
+    stem = f"finetune-{opened[0].text.hooked.sae.activation.name}"
+    return claim_jobs(session.home, new_runs, stem, session.console, claims)
