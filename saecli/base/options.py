@@ -12,7 +12,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
@@ -159,6 +159,17 @@ def _options_of(config: Any) -> dict[str, Option]:
             **vars(shown), name=field.name, kind=kind, default=field.default
         )
     return options
+
+
+def options_from(
+    config: type[Config], names: Iterable[str], helps: Mapping[str, str], **changes: Any
+) -> list[Option]:
+    """Some options of a configuration for another command, with the help that `helps` has there, and with changes."""
+    options = options_of(config)
+    return [
+        replace(options[name], help=helps.get(name, options[name].help), **changes)
+        for name in names
+    ]
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:

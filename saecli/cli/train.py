@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from ..base.errors import ConfigError, flag_of
 from ..base.home import checked_name, now
 from ..base.machine import is_disk_full
-from ..base.options import options_of
+from ..base.options import options_from
 from ..base.processes import communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
 from ..sae.activations import ACTIVATIONS
@@ -42,20 +41,12 @@ _HELP = {
     f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows, --context (--help-all).",
     "rows": "Training rows, without held-out ones; fewer if the text ends first.",
 }
-_OF_ROWS = ("model_revision", "dataset", "dataset_revision", "rows", "context", "model_dtype")
+_OF_ROWS = ("model_revision", "dataset", "rows", "context", "model_dtype")
 FROM_MODEL = (
-    replace(options_of(ExtractConfig)["model"], help=_HELP["model"], once=True, default=None),
-    *(
-        replace(
-            option,
-            help=_HELP.get(option.name, option.help),
-            once=True,
-            panel=PANEL,
-            advanced=True,
-            cli=option.name != "dataset_revision",  # for `config.toml`, which names the commit
-        )
-        for option in (options_of(ExtractConfig)[name] for name in _OF_ROWS)
-    ),
+    *options_from(ExtractConfig, ["model"], _HELP, once=True, default=None),
+    *options_from(ExtractConfig, _OF_ROWS, _HELP, once=True, panel=PANEL, advanced=True),
+    # For `config.toml`, which names the commit.
+    *options_from(ExtractConfig, ["dataset_revision"], _HELP, once=True, cli=False),
 )
 
 

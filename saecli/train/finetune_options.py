@@ -3,11 +3,10 @@
 Imports no torch, so that help pages are fast.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ..base.options import Config, Count, NonNegative, Option, Seed, Shown, options_of
+from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
 from ..extract.options import ExtractConfig
 from ..extract.texts import STDLIB_DOCS
 from .options import VECTORS, SolverConfig, TrainingConfig
@@ -15,7 +14,6 @@ from .options import VECTORS, SolverConfig, TrainingConfig
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
 
-TEXT_PANEL = "Text without a store"
 TEXT = (
     "dataset",
     "mix",
@@ -97,22 +95,10 @@ _HELP = {
 }
 
 
-def _options(config: type[Config], names: Iterable[str], panel: str) -> list[Option]:
-    is_text = panel == TEXT_PANEL
-    return [
-        replace(
-            option,
-            help=_HELP.get(option.name, option.help),
-            panel=panel,
-            once=option.once or is_text,
-            advanced=option.advanced or is_text,
-        )
-        for option in (options_of(config)[name] for name in names)
-    ]
-
-
 FINETUNED = (
-    *_options(Finetune, options_of(Finetune), "Training"),
-    *_options(TrainingConfig, ("lr", "seed", "log_to", "device"), "Training"),
-    *_options(ExtractConfig, TEXT, TEXT_PANEL),
+    *options_from(Finetune, options_of(Finetune), {}, panel="Training"),
+    *options_from(TrainingConfig, ("lr", "seed", "log_to", "device"), _HELP, panel="Training"),
+    *options_from(
+        ExtractConfig, TEXT, _HELP, panel="Text without a store", once=True, advanced=True
+    ),
 )
