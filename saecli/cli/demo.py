@@ -56,14 +56,12 @@ def command(
                 raise typer.Exit(status)
     results = {name: read_run(runs_folder / name / RUN_MARKER).settings["result"] for name in runs}
     measured = read_measures(measures)
-    lines = [
-        run
-        | {
-            "steps": results[run["run"]]["steps"],
-            "seconds": round(results[run["run"]]["seconds"], 1),
-        }
-        for run in measured
-    ]
+    costs = {
+        name: {"steps": result["steps"], "seconds": round(result["seconds"], 1)}
+        for name, result in results.items()
+    }
+    lines = [run | costs[run["run"]] for run in measured]
+    title = f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"
     paths = [
         *(str(runs_folder / name / "loss.png") for name in runs),
         *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
@@ -72,11 +70,7 @@ def command(
     session.console.print_result(
         {"runs": results, "measures": measured, "pictures": paths},
         "",
-        comparison(
-            lines,
-            SIDE_BY_SIDE,
-            f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others",
-        ),
+        comparison(lines, SIDE_BY_SIDE, title),
         Text(meaning(measured[0])),
         "",
         "pictures:",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .. import __version__
 from ..base.errors import ConfigError, SaeError, one_line, printable
 from ..base.machine import is_disk_full, is_out_of_memory, rank, world
 
@@ -77,9 +78,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        print(f"sae {version('saecli')}")
+        print(f"sae {__version__}")
         raise typer.Exit
 
 
