@@ -149,12 +149,18 @@ class Details:
         self.alignment = run.alignment()
 
     @cached_property
-    def _texts_of(self) -> dict[str, dict[str, Any]]:
+    def _columns(self) -> dict[str, dict[str, Any]]:
         """The columns of `examples` and `samples`, (C, N, ...) each."""
         return {
             "examples": self.survey.examples.of(self.chosen),
             "samples": self.survey.samples.of(self.chosen),
         }
+
+    def _rows(self, group: str, index: int) -> list[dict[str, Any]]:
+        """The examples, or samples, of the index-th chosen latent."""
+        columns = {name: values[index] for name, values in self._columns[group].items()}
+        count = int((columns["rank"] > 0).sum())
+        return [{name: values[at] for name, values in columns.items()} for at in range(count)]
 
     def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
         """Each file's content in turn; `show` is called with the number of latents done."""
@@ -171,14 +177,17 @@ class Details:
         chosen = list(self.chosen)
         columns: dict[str, Any] = {"chosen": chosen, "per_file": PER_FILE}
         alike = [0.0] * len(chosen)
-        if "token" in self._texts_of["examples"]:
-            peaks = [self._peaks(index) for index in range(len(chosen))]
+        if "token" in self._columns["examples"]:
+            examples = [self._rows("examples", index) for index in range(len(chosen))]
+            peaks = [
+                [self.texts[int(row["token"][row["peak"]])] for row in rows] for rows in examples
+            ]
             alike = list(map(agreement, peaks))
             columns["tokens"] = [
                 [text for text, _ in Counter(map(_short, texts)).most_common(LISTED_TOKENS)]
                 for texts in peaks
             ]
-            columns["snippets"] = [self._snippet(index) for index in range(len(chosen))]
+            columns["snippets"] = [self._snippet(rows[0]) if rows else [] for rows in examples]
         firing, sizes = self.survey.firing, self.survey.magnitudes
         figures = (
             values[chosen].tolist() for values in (firing.frequency, sizes.means, sizes.largest)
@@ -217,12 +226,8 @@ class Details:
             "together": [(partner, phi) for partner, phi in together if phi],
             "scale": scale,
         }
-        for group, columns in self._texts_of.items():
-            count = int((columns["rank"][index] > 0).sum())
-            rows = (
-                {name: values[index, number] for name, values in columns.items()}
-                for number in range(count)
-            )
+        for group in self._columns:
+            rows = self._rows(group, index)
             page[group] = [self._example(row, scale, strings) for row in rows]
         if (sums := self.survey.by_role[:, latent]).any():
             page["roles"] = list(zip(ROLES, rounded(sums / sums.sum()), strict=True))
@@ -272,20 +277,9 @@ class Details:
             "roles": changes,
         }
 
-    def _peaks(self, index: int) -> list[str]:
-        """The texts at the peaks of a latent's examples."""
-        columns = {name: values[index] for name, values in self._texts_of["examples"].items()}
-        count = int((columns["rank"] > 0).sum())
-        peaks = columns["token"][np.arange(count), columns["peak"][:count]]
-        return [self.texts[token] for token in peaks.tolist()]
-
-    def _snippet(self, index: int) -> list[str]:
-        """The texts before, at and after the best example's peak, cut between words; none without an example."""
-        columns = self._texts_of["examples"]
-        if not columns["rank"][index, 0]:
-            return []
-        tokens, peak = columns["token"][index, 0], int(columns["peak"][index, 0])
-        tokens = tokens[: int((tokens >= 0).sum())].tolist()
+    def _snippet(self, row: Mapping[str, Any]) -> list[str]:
+        """The texts before, at and after an example's peak, cut between words."""
+        tokens, peak = row["token"][row["token"] >= 0].tolist(), int(row["peak"])
         parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 :]
         before, at, after = map(self.texts.joined, parts)
         backwards = _shortened(before[::-1], SNIPPET_BEFORE)
