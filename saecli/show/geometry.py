@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -121,17 +122,10 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
             f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
             "choose lower numbers"
         )
-    marked = dict.fromkeys(numbers, torch.empty(0))
-    begin = 0
-    for batch in rows.sequential(1024):
-        for row in numbers:
-            if begin <= row < begin + len(batch):
-                marked[row] = torch.from_numpy(batch[row - begin])
-        begin += len(batch)
-        if begin > max(numbers):
-            break
-    Plane.through(torch.stack([marked[row] for row in numbers]))  # refused before the work
-    return marked
+    read = islice(chain.from_iterable(rows.sequential(1024)), max(numbers) + 1)
+    found = {number: torch.tensor(row) for number, row in enumerate(read) if number in numbers}
+    Plane.through(torch.stack([found[number] for number in numbers]))  # refused before the work
+    return {number: found[number] for number in numbers}
 
 
 def window_of(points: Tensor, held: Tensor) -> Window:
