@@ -19,7 +19,7 @@ from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..measure.together import EFFECT as TOGETHER
 from ..sae.metrics import DENSE_FREQUENCY
-from .tables import table
+from .tables import records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -74,10 +74,6 @@ def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
 
 
-def _words(names: Sequence[str]) -> list[str]:
-    return [name.replace("_", " ") for name in names]
-
-
 def evaluation_tables(
     ranked: Sequence[dict[str, Any]], models: Sequence[str]
 ) -> list[RenderableType]:
@@ -87,30 +83,25 @@ def evaluation_tables(
         title = f"{title}; {meaning(ranked[0])}"
     shown = [comparison(ranked, RECONSTRUCTION, title)]
     prefixes = [
-        [run["run"], *(prefix[name] for name in ("latents", "l0", "fvu"))]
-        for run in ranked
-        for prefix in run.get("prefixes", ())
+        prefix | {"run": run["run"]} for run in ranked for prefix in run.get("prefixes", ())
     ]
     if prefixes:
-        shown.append(table("by the first latents alone", ["run", "latents", "l0", "fvu"], prefixes))
+        columns = ("run", "latents", "l0", "fvu")
+        shown.append(records_table("by the first latents alone", prefixes, columns))
     if of_worlds := [run for run in ranked if "mcc" in run]:
         title = "known features: f1, precision and recall of latents as detectors of the feature nearest to each"
         shown.append(comparison(of_worlds, FEATURES, title))
     if spliced := [run for run in ranked if "kl" in run]:
         title = f"with the SAE's reconstructions in {models[0]}; in nats a token"
         shown.append(comparison(spliced, (*EFFECT, "rows"), title))
-    alone = [
-        [
-            name,
-            f"{place['model']}, {point_words(place['layer'], place['site'])}",
-            *(place[m] for m in EFFECT),
-        ]
-        for name, measures in _by_source(ranked)
-        for place in measures.get("hook_points", ())
-    ]
+    alone = []
+    for name, measures in _by_source(ranked):
+        for place in measures.get("hook_points", ()):
+            hook_point = f"{place['model']}, {point_words(place['layer'], place['site'])}"
+            alone.append(place | {"run": name, "hook_point": hook_point})
     if alone:
         title = "with the crosscoder's reconstruction at one hook point alone; in nats a token"
-        shown.append(table(title, ["run", "hook point", *_words(EFFECT)], alone))
+        shown.append(records_table(title, alone, ("run", "hook_point", *EFFECT)))
     return shown
 
 
@@ -119,19 +110,10 @@ def together_tables(
 ) -> list[RenderableType]:
     """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
     title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats a token"
-    errors = ("fvu_spliced", "fvu_clean")
-    rows = [
-        [run["run"], run["l0"], run["fvu"], *(own[name] for name in errors)]
-        for run, own in zip(runs, effect["runs"], strict=True)
-    ]
-    return [
-        table(title, _words(TOGETHER), [[effect[name] for name in TOGETHER]]),
-        table(
-            "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any",
-            ["run", "l0", "fvu", *_words(errors)],
-            rows,
-        ),
-    ]
+    meanings = "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any"
+    errors = [run | own for run, own in zip(runs, effect["runs"], strict=True)]
+    columns = ("run", "l0", "fvu", "fvu_spliced", "fvu_clean")
+    return [records_table(title, [effect], TOGETHER), records_table(meanings, errors, columns)]
 
 
 def _by_source(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -147,7 +129,7 @@ def comparison(
 ) -> RenderableType:
     """A table with some of the runs' measures as columns, one line per run, and after it one per source of a mixture of
     texts; unbeaten ones are marked."""
-    rows = []
+    lines = []
     by_run: dict[str, Any] = {}
     for name, measures in _by_source(runs):
         if "source" not in measures:
@@ -155,13 +137,13 @@ def comparison(
             name += " *" if measures.get("unbeaten") else ""
         elif columns[0] not in measures:
             continue
-        rows.append([name, *((by_run | measures)[column] for column in columns)])
-    return table(title, ["run", *_words(columns)], rows)
+        lines.append(by_run | measures | {"run": name})
+    return records_table(title, lines, ("run", *columns))
 
 
 def meaning(run: Mapping[str, Any]) -> str:
     """A sentence on the mark of an unbeaten run."""
-    *others, last = _words([name for name in ERRORS if run.get(name) is not None])
+    *others, last = spelt([name for name in ERRORS if run.get(name) is not None])
     errors = f"{', '.join(others)} or {last}" if others else last
     return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
 
@@ -259,21 +241,15 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
 
 def stability_table(document: Mapping[str, Any]) -> RenderableType:
     """The pairs of `saecli.stability`; measures of latents that fire are columns of their own if some are silent."""
-    silent = any(run["silent"] for run in document["runs"])
-    rows = []
-    for line in (*document["pairs"], document):
-        name, latents = "all pairs", None
-        if line is not document:
-            name, latents = ", ".join(line["runs"]), line["latents"]
-        row = [name, latents, *(line[measure] for measure in STABILITY)]
-        if silent:
-            row += [line["firing"][measure] for measure in STABILITY]
-        rows.append(row)
-    names = _words(STABILITY)
-    if silent:
-        names += [f"{name}, firing" for name in names]
+    lines = [pair | {"runs": ", ".join(pair["runs"])} for pair in document["pairs"]]
+    lines.append({**document, "runs": "all pairs", "latents": None})
+    columns = ["runs", "latents", *STABILITY]
+    if any(run["silent"] for run in document["runs"]):
+        for line in lines:
+            line.update({f"{name}, firing": line["firing"][name] for name in STABILITY})
+        columns += [f"{name}, firing" for name in STABILITY]
     title = f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}"
-    return table(title, ["runs", "latents", *names], rows)
+    return records_table(title, lines, columns)
 
 
 def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
@@ -286,7 +262,7 @@ def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     for name, title in titles.items():
         columns = counts if name == "auc_difference" else [*counts, None]
         rows = [
-            [run["run"], *(_with_interval(probe_of(probes, run, k), name) for k in columns)]
+            [run["run"], *(_with_interval(probes_of(probes, run, k)[0], name) for k in columns)]
             for run in runs
         ]
         heads = [f"k = {k}" if k else "dense" for k in columns]
@@ -304,8 +280,8 @@ def _probes_by_set(document: Mapping[str, Any], k: int) -> RenderableType:
         sets.setdefault(line["set"], []).append(line)
     rows = []
     for name, lines in sets.items():
-        cells = [probe_of(lines, run, k) for run in runs]
-        cells += [probe_of(lines, run, None) for run in places.values()]
+        cells = [probes_of(lines, run, k)[0] for run in runs]
+        cells += [probes_of(lines, run, None)[0] for run in places.values()]
         rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
     heads = [f"{run['run']}, k = {k}" for run in runs]
     if len(places) > 1:
@@ -315,12 +291,12 @@ def _probes_by_set(document: Mapping[str, Any], k: int) -> RenderableType:
     return table("AUC by set", ["set", "texts", *heads], rows)
 
 
-def probe_of(
+def probes_of(
     lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None
-) -> Mapping[str, Any]:
-    """The line of a run's probe; k None: the dense one at its hook point."""
+) -> list[Mapping[str, Any]]:
+    """The lines of a run's probes; k None: of the dense ones at its hook point."""
     wanted = {**run, "k": k} if k is not None else {**run, "run": None, "k": None}
-    return next(line for line in lines if all(line[key] == value for key, value in wanted.items()))
+    return [line for line in lines if all(line[key] == value for key, value in wanted.items())]
 
 
 def _with_interval(line: Mapping[str, Any], name: str) -> str:
@@ -335,19 +311,17 @@ def controls_table(document: Mapping[str, Any]) -> RenderableType:
     """The table of `sae controls`; measures that no training has are left out."""
     run, lines = document["run"], document["controls"]
     shown = [name for name in CONTROLLED if any(line[name] is not None for line in lines)]
-    rows = []
-    for line in lines:
-        training = run if line["control"] == "none" else line["control"]
-        rows.append([training, *(line[name] for name in shown)])
+    trainings = [run if line["control"] == "none" else line["control"] for line in lines]
+    rows = [line | {"training": name} for line, name in zip(lines, trainings, strict=True)]
     title = f"{run} and its controls, each on its held-out rows"
-    return table(title, ["training", *_words(shown)], rows)
+    return records_table(title, rows, ["training", *shown])
 
 
 def refit_table(document: Mapping[str, Any]) -> RenderableType:
     """The measures of a refitted SAE before and after, on the held-out rows."""
     before, after, final = document["before"], document["after"], document["final"]
     names = [name for name in REFITTED if name in after]
-    rows = [[name.replace("_", " "), before[name], after[name]] for name in names]
+    rows = [[*spelt([name]), before[name], after[name]] for name in names]
     prefixes = zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)
     for old, new in prefixes:
         rows.append([f"fvu of the first {old['latents']:,}", old["fvu"], new["fvu"]])
@@ -372,6 +346,7 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
         f"{point_words(layer, site)}; activations there have a median norm of {number(document['activation_norm'])}"
     )
     columns = {
+        "latent": "latent",
         "scale": "scale",
         "prompt_max": "largest code on the prompt",
         "store_max": "on the store",
@@ -379,8 +354,8 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     }
     if document["method"] == "ablate":
         del columns["scale"]
-    rows = [
-        [labelled(latent["latent"], latent["label"]), *(latent[name] for name in columns)]
+    latents = [
+        latent | {"latent": labelled(latent["latent"], latent["label"])}
         for latent in document["latents"]
     ]
     texts = [
@@ -388,7 +363,7 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
         for texts in document["continuations"]
         for name in ("prompt", "plain", "steered")
     ]
-    return [table(title, ["latent", *columns.values()], rows), "".join(texts)]
+    return [records_table(title, latents, columns), "".join(texts)]
 
 
 def explanation_tables(document: Mapping[str, Any], top: int) -> list[RenderableType]:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..base.errors import counted
 from ..measure.hook_points import DECOUPLED, EXCLUSIVE, SHRUNK
 from ..sae.metrics import DENSE_FREQUENCY, Firing
-from .measures import curve, frequency_edges, l0_bins, probe_of
+from .measures import curve, frequency_edges, l0_bins, probes_of
 from .style import (
     GREY,
     colour,
@@ -278,7 +278,7 @@ def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
         for index, run in enumerate(runs[:1] if one_place else runs):
-            (mean,), (low,), (high,) = _auc_ends([probe_of(document["probes"], run, None)])
+            (mean,), (low,), (high,) = _auc_ends(probes_of(document["probes"], run, None))
             dense_colour = GREY if one_place else colour(index)
             left.axhspan(low, high, color=dense_colour, alpha=0.12, linewidth=0)
             left.axhline(mean, color=dense_colour, linestyle=":")
@@ -288,9 +288,13 @@ def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
             x = np.array(counts) * 1.04 ** (index - (len(runs) - 1) / 2)
             errors = [mean - low, high - mean]
             left.errorbar(x, mean, errors, **line_style(index), marker=marker(index))
+            dense, sparse = (
+                [line["auc"] for line in probes_of(document["by_set"], run, k)]
+                for k in (None, counts[-1])
+            )
             right.plot(
-                _aucs_by_set(document, {**run, "run": None}),
-                _aucs_by_set(document, {**run, "k": counts[-1]}),
+                dense,
+                sparse,
                 linestyle="none",
                 marker=marker(index),
                 color=colour(index),
@@ -322,11 +326,6 @@ def _auc_ends(lines: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
         for name in ("auc", "auc_low", "auc_high")
     ]
     return np.array(ends)
-
-
-def _aucs_by_set(document: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[float]:
-    lines = document["by_set"]
-    return [line["auc"] for line in lines if all(line[key] == wanted[key] for key in wanted)]
 
 
 def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:

@@ -1,6 +1,6 @@
 """The helper that makes tables, and the tables of stores, training and geometry; others: `measures.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +31,22 @@ def table(
         [[Text(head), *(row[place] for row in cells)] for place, head in enumerate(columns)]
     )
     return Group(Text(title, style="bold"), shown) if title else shown
+
+
+def spelt(names: Iterable[str]) -> list[str]:
+    """Names of options or measures as they are read."""
+    return [name.replace("_", " ") for name in names]
+
+
+def records_table(
+    title: str | None,
+    records: Iterable[Mapping[str, Any]],
+    columns: Sequence[str] | Mapping[str, str],
+) -> RenderableType:
+    """A table with a line per record and some of its entries as columns, under their names or those that a mapping
+    gives."""
+    heads = [*columns.values()] if isinstance(columns, Mapping) else spelt(columns)
+    return table(title, heads, [[record[name] for name in columns] for record in records])
 
 
 def _cell(value: Any) -> Text:
@@ -255,7 +271,7 @@ def results_table(
         values = document["final"] | document | {"dead": dead}
         settings = [document["varied"][name] for name in options]
         rows.append([document["run"], *settings, *(values[name] for name in RESULTS)])
-    heads = ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()]
+    heads = ["run", *spelt(options), *RESULTS.values()]
     return table(title if documents else None, heads, rows)
 
 
@@ -265,7 +281,7 @@ def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableTy
     if not compared:
         return []
     names = [name for name in COMPARED if name in compared[0]["before"]]
-    words = [name.replace("_", " ") for name in names]
+    words = spelt(names)
     if len(compared) == 1:
         (document,) = compared
         title = f"{document['run']} on held-out rows; the SAE {document['kept']} training is kept"
