@@ -272,7 +272,7 @@ def results_table(
         settings = [document["varied"][name] for name in options]
         rows.append([document["run"], *settings, *(values[name] for name in RESULTS)])
     heads = ["run", *spelt(options), *RESULTS.values()]
-    return table(title if documents else None, heads, rows)
+    return table(title, heads, rows)
 
 
 def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
@@ -281,25 +281,22 @@ def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableTy
     if not compared:
         return []
     names = [name for name in COMPARED if name in compared[0]["before"]]
-    words = spelt(names)
     if len(compared) == 1:
         (document,) = compared
         title = f"{document['run']} on held-out rows; the SAE {document['kept']} training is kept"
-        rows = [
-            [label, document["before"][name], document["after"][name]]
-            for label, name in zip(words, names, strict=True)
-        ]
-        return [table(title, ["measure", "before", "after"], rows)]
-    rows = [
-        [
-            one["run"],
-            one["kept"],
-            *(one[when][name] for name in names for when in ("before", "after")),
-        ]
+        return [table(title, ["measure", "before", "after"], before_and_after(document, names))]
+    lines = [
+        one | one["before"] | {f"{name}_after": one["after"][name] for name in names}
         for one in compared
     ]
-    columns = [f"{word}{when}" for word in words for when in ("", " after")]
-    return [table("held-out rows, before training and after", ["run", "kept", *columns], rows)]
+    columns = ["run", "kept", *(f"{name}{when}" for name in names for when in ("", "_after"))]
+    return [records_table("held-out rows, before training and after", lines, columns)]
+
+
+def before_and_after(document: Mapping[str, Any], names: Iterable[str]) -> list[list[Any]]:
+    """A line for each measure: its name, and its values in `before` and `after` of a document."""
+    before, after = document["before"], document["after"]
+    return [[*spelt([name]), before[name], after[name]] for name in names]
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
