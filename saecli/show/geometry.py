@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -234,10 +234,7 @@ def fill_by_occupancy(
     bar = axes.figure.colorbar(
         ScalarMappable(scale, SCALE), ax=axes, shrink=0.75, pad=0.02, label=f"{label}; white: none"
     )
-    ticks = [
-        step * 10.0**power for power in range(7) for step in (1, 2, 5) if step * 10**power <= most
-    ]
-    bar.set_ticks(ticks if most <= 200 else [tick for tick in ticks if str(tick)[0] == "1"])
+    bar.locator = LogLocator(subs=(1, 2, 5) if most <= 200 else (1,))
     bar.ax.minorticks_off()
     bar.ax.yaxis.set_major_formatter("{x:,.0f}")
 
