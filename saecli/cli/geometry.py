@@ -58,8 +58,7 @@ def command(
 
     session = start(ctx)
     settings = Settings(rows, fit_rows, radius)
-    corners = slice_ if "slice_" in session.given else None
-    if corners is not None and plot is None:
+    if "slice_" in session.given and plot is None:
         raise ConfigError(
             "--slice does nothing without --plot; leave it out, or name a picture with --plot"
         )
@@ -72,7 +71,7 @@ def command(
     if plot is not None:
         from ..show.geometry import draw_geometry, rows_of_slice  # matplotlib takes a second
 
-        marked = rows_of_slice(measured[0].of_store, corners or "pca")
+        marked = rows_of_slice(measured[0].of_store, slice_)
     documents = []
     for run in measured:
         result = measure_geometry(run, settings, session.console)

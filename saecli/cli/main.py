@@ -41,7 +41,6 @@ TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in
 
 
 def load_command(name: str) -> Any:
-    """The command of that name, from its module."""
     function = import_module(f".{'import_' if name == 'import' else name}", __package__).command
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -124,7 +124,6 @@ def _parameter(option: Option, repeated: bool) -> Parameter:
 
 
 def _set_by_user(ctx: typer.Context, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options set on the command line or in a file; ConfigError for a value that is not allowed."""
     of_file = ctx.default_map or {}
     values = {}
     for name, option in options.items():
@@ -136,7 +135,6 @@ def _set_by_user(ctx: typer.Context, options: Mapping[str, Option]) -> dict[str,
 
 
 def _typed(option: Option, value: Any) -> Any:
-    """A value from the text that Typer passes on; ConfigError if it is not allowed."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -410,8 +408,6 @@ Json = Annotated[
 
 @dataclass(frozen=True)
 class Session:
-    """The home, the output and the options of a command."""
-
     home: Home
     console: Console
     options: Mapping[str, Any]

@@ -75,7 +75,6 @@ def command(
 
 
 def _file(text: Path | None, chat: Path | None) -> Any:
-    """The contents of one of the files."""
     from ..base.documents import read_json
     from ..base.files import regular
 

@@ -192,7 +192,6 @@ def extremes(run: dict[str, Any]) -> str:
 
 
 def labelled(latent: int | str, label: str | None) -> str:
-    """A latent with its label, if it has one."""
     return str(latent) if label is None else f"{latent} {label}"
 
 

@@ -84,12 +84,10 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
 
 
 def colour(index: int) -> str:
-    """The colour of the run of that number."""
     return COLOURS[index % len(COLOURS)]
 
 
 def marker(index: int) -> str:
-    """The marker of the run of that number."""
     return MARKERS[index % len(MARKERS)]
 
 
@@ -138,5 +136,4 @@ def legend_below(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -
 
 
 def say_empty(axes: Axes, words: str = "nothing to draw") -> None:
-    """Write in the middle of a panel that it has no data."""
     axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=GREY)

@@ -360,7 +360,6 @@ def _median_line(label: str, measures: Mapping[str, Any]) -> list[Any]:
 
 
 def geometry_table(document: Mapping[str, Any]) -> RenderableType:
-    """The table of `sae geometry` for one SAE."""
     rank, margin, complexity = (document[name] for name in ("rank", "margin", "complexity"))
     possible = f"of 10^{document['cells_possible_log10']:.1f} possible"
     full = f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"
@@ -420,7 +419,6 @@ def _reference_lines(references: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The table of `sae geometry` for several SAEs, a line each."""
     rows = [
         [
             *(document[name] for name in ("run", "rows", "l0", "cells_visited")),

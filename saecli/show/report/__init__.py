@@ -275,7 +275,6 @@ def _is_report(folder: Path) -> bool:
 
 
 def _chosen_latents(latents: str | Sequence[int], run: Measured) -> list[int]:
-    """The chosen latents, ascending; see `report`."""
     d_sae = run.sae.d_sae
     text = latents if isinstance(latents, str) else ",".join(map(str, latents))
     if text == "all":
@@ -318,7 +317,6 @@ def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
 
 
 def _facts(run: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Settings by section and name."""
     store, folder, activation = run.store, run.subject.folder, run.sae.activation
     facts: dict[str, Any] = {"activation": {"name": activation.name, **activation.to_json()}}
     if folder is not None and (folder / RUN_MARKER).is_file():
