@@ -43,11 +43,10 @@ def command(
     from ..measure.export import export
 
     session = start(ctx, new=out)
-    names = runs or []
-    chosen = names if len(names) > 1 else next(iter(names), None)
-    document = session.call(export, sae=chosen)
+    document = session.call(export, sae=runs)
     files, written = document["files"], document.get("run")
     if written is None:  # a set
-        written = f"{len(names)} transcoders"
-        files = ["config.yaml", f"{len(names)} layer_*.safetensors"]
+        count = len(document["runs"])
+        written = f"{count} transcoders"
+        files = ["config.yaml", f"{count} layer_*.safetensors"]
     session.console.print_result(document, f"wrote {written} to {out} for {to}: {', '.join(files)}")

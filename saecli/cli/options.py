@@ -261,15 +261,6 @@ def one_of(choices: Collection[str]) -> dict[str, Any]:
     }
 
 
-def demand_once(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
-    """ConfigError for an option of one value that is given several."""
-    if values and len(values) > 1:
-        raise ConfigError(
-            f"{param.opts[0]} is given twice: expected one value; leave one of them out"
-        )
-    return values
-
-
 def store_names(ctx: typer.Context) -> list[str]:
     """Names of stores, for shell completion; likewise below."""
     return home_of(ctx).stores.names()

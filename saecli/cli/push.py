@@ -61,7 +61,7 @@ def command(
 
     session = start(ctx)
     names = session.home.runs.matching([run])
-    document = session.call(push, sae=names if len(names) > 1 else names[0], format=form)
+    document = session.call(push, sae=names, format=form)
     pushed = document.get("run", f"{len(names)} transcoders")
     session.console.print_result(
         document,

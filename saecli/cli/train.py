@@ -21,7 +21,6 @@ from .options import (
     Json,
     Session,
     configured,
-    demand_once,
     home_of,
     one_of,
     run_names,
@@ -50,6 +49,16 @@ FROM_MODEL = (
 )
 
 
+def _demand_once(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
+    """ConfigError for an option of one value that is given several."""
+    if values and len(values) > 1:
+        raise ConfigError(
+            f"{param.opts[0]} is given twice: expected one value; leave one of them out"
+        )
+    return values
+
+
+_OF_MODEL: dict[str, Any] = {"callback": _demand_once, "hidden": True, "rich_help_panel": PANEL}
 Resume = Annotated[
     bool,
     typer.Option(
@@ -114,31 +123,23 @@ def command(
     layer: Annotated[
         list[int] | None,
         typer.Option(
-            callback=demand_once,
-            hidden=True,
-            help="Block of --model to read, from 0.",
-            show_default="the middle one",
-            rich_help_panel=PANEL,
+            help="Block of --model to read, from 0.", show_default="the middle one", **_OF_MODEL
         ),
     ] = None,
     site: Annotated[
         list[str] | None,
         typer.Option(
-            callback=demand_once,
-            hidden=True,
             help="Hook point in the block; see `sae extract`.",
             show_default="resid_post",
-            rich_help_panel=PANEL,
+            **_OF_MODEL,
         ),
     ] = None,
     module: Annotated[
         list[str] | None,
         typer.Option(
-            callback=demand_once,
-            hidden=True,
             metavar="<path[:in|:out]>",
             help="Instead of --layer and --site a module of --model; see `sae extract`.",
-            rich_help_panel=PANEL,
+            **_OF_MODEL,
         ),
     ] = None,
     name: Annotated[
