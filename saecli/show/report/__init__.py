@@ -249,14 +249,11 @@ def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, 
 
 def _check_out(folder: Path, overwrite: bool) -> None:
     """Refuse a folder in use, unless it holds a report alone that may be replaced."""
-    if is_free(folder):
+    if is_free(folder) or (overwrite and _is_report(folder)):
         return
-    if not _is_report(folder):
-        got, remedy = "one in use", "name another"
-    elif not overwrite:
+    got, remedy = "one in use", "name another"
+    if _is_report(folder):
         got, remedy = "an earlier report", "name another, or replace it by --overwrite"
-    else:
-        return
     raise ConfigError(
         f"cannot write to {folder}: expected an empty or a new folder, got {got}; {remedy}"
     )
