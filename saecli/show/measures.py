@@ -384,7 +384,7 @@ def explanation_tables(document: Mapping[str, Any], top: int) -> list[Renderable
     )
     shown = [table(title, ["latent", "label", "fires on", *measures], rows), note]
     if means:
-        shown.append(_means_table("mean over latents", means, measures))
+        shown.append(_means_table(means, measures))
     if document.get("judged"):
         chosen = {line["latent"] for line in latents[:top]}
         rows = [
@@ -396,14 +396,12 @@ def explanation_tables(document: Mapping[str, Any], top: int) -> list[Renderable
         title = "balanced accuracies of a language model that is given the label"
         shown += [
             table(title, ["latent", "labels", "label", *measures], rows),
-            _means_table("mean over latents", document["judged_scores"], measures),
+            _means_table(document["judged_scores"], measures),
         ]
     return shown
 
 
-def _means_table(
-    title: str, means: Sequence[Mapping[str, Any]], measures: Sequence[str]
-) -> RenderableType:
+def _means_table(means: Sequence[Mapping[str, Any]], measures: Sequence[str]) -> RenderableType:
     """Mean scores of kinds of labels; of a judge, the answers that do not count too."""
     rows = [
         [
@@ -415,4 +413,4 @@ def _means_table(
         for line in means
     ]
     heads = ["labels", "latents", *measures, "no verdicts"]
-    return table(title, heads[: len(rows[0])], rows)
+    return table("mean over latents", heads[: len(rows[0])], rows)
