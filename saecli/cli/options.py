@@ -246,13 +246,12 @@ def is_given(ctx: typer.Context, name: str) -> bool:
 
 
 def one_of(choices: Collection[str]) -> dict[str, Any]:
-    """Settings of an option that takes one of some words, or several of them."""
+    """Settings of an option that takes one of some words."""
 
-    def check(param: typer.CallbackParam, words: Any) -> Any:
-        for word in words if isinstance(words, list) else [words]:
-            if word is not None and word not in choices:
-                raise unknown_choice(param.name, word, choices)
-        return words
+    def check(param: typer.CallbackParam, word: str | None) -> str | None:
+        if word is not None and word not in choices:
+            raise unknown_choice(param.name, word, choices)
+        return word
 
     return {
         "callback": check,

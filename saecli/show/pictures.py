@@ -53,7 +53,10 @@ def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]
         for axes, (measure, label) in zip(every_axes, panels.items(), strict=True):
             for index, lines in enumerate(runs.values()):
                 style = line_style(index)
-                batches, rows = (_columns(lines, f"{of}_{measure}") for of in ("batch", "test"))
+                batches, rows = (  # steps and values, (2, any number) each
+                    np.array(curve(lines, f"{of}_{measure}"), float).reshape(-1, 2).T
+                    for of in ("batch", "test")
+                )
                 dot = "o" if batches.shape[1] == 1 else ""
                 axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
                 axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
@@ -87,11 +90,6 @@ def _chosen_l0(lines: Sequence[Mapping[str, Any]]) -> float | None:
     # Rounded, since the averages of batches may be 15.999999999999998 for 16.
     values = {round(l0, 1) for key in ("batch_l0", "test_l0") for _, l0 in curve(lines, key)}
     return values.pop() if len(values) == 1 else None
-
-
-def _columns(lines: Sequence[Mapping[str, Any]], key: str) -> NDArray[np.float64]:
-    """A measure's steps and values, (2, any number)."""
-    return np.array(curve(lines, key), float).reshape(-1, 2).T
 
 
 def _run_handles(count: int) -> list[Line2D]:
