@@ -3,7 +3,7 @@
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..measure.together import EFFECT as TOGETHER
 from ..sae.metrics import DENSE_FREQUENCY
-from .tables import before_and_after, records_table, spelt, table
+from .tables import Document, before_and_after, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -43,7 +43,7 @@ LATENTS_LISTED = 12
 SETS_LISTED = 20
 
 
-def curve(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+def curve(lines: Sequence[Document], key: str) -> list[tuple[int, float]]:
     """The steps and finite values of a measure, from the lines of `metrics.jsonl`."""
     points = [(line["step"], line.get(key)) for line in lines]
     return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
@@ -69,14 +69,12 @@ def frequency_edges(*frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.logspace(math.floor(math.log10(lowest)), 0, 31)
 
 
-def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def sparsest_first(runs: Sequence[Document]) -> list[Document]:
     """Measures of runs by L0, of equal ones by FVU."""
     return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
 
 
-def evaluation_tables(
-    ranked: Sequence[dict[str, Any]], models: Sequence[str]
-) -> list[RenderableType]:
+def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list[RenderableType]:
     """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
     title = "sparsest first" if len(ranked) > 1 else None
     if any(run["unbeaten"] is not None for run in ranked):
@@ -105,9 +103,7 @@ def evaluation_tables(
     return shown
 
 
-def together_tables(
-    runs: Sequence[dict[str, Any]], effect: Mapping[str, Any]
-) -> list[RenderableType]:
+def together_tables(runs: Sequence[Document], effect: Document) -> list[RenderableType]:
     """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
     title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats a token"
     meanings = "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any"
@@ -116,7 +112,7 @@ def together_tables(
     return [records_table(title, [effect], TOGETHER), records_table(meanings, errors, columns)]
 
 
-def _by_source(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _by_source(runs: Sequence[Document]) -> Iterator[tuple[str, Document]]:
     """Each run's name and measures, and after it the measures of each source of a mixture."""
     for run in runs:
         yield run["run"], run
@@ -125,30 +121,30 @@ def _by_source(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, 
 
 
 def comparison(
-    runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None = None
+    runs: Sequence[Document], columns: Sequence[str], title: str | None = None
 ) -> RenderableType:
     """A table with some of the runs' measures as columns, one line per run, and after it one per source of a mixture of
     texts; unbeaten ones are marked."""
     lines = []
-    by_run: dict[str, Any] = {}
+    by_run: Document = {}
     for name, measures in _by_source(runs):
         if "source" not in measures:
             by_run = measures
             name += " *" if measures.get("unbeaten") else ""
         elif columns[0] not in measures:
             continue
-        lines.append(by_run | measures | {"run": name})
+        lines.append({**by_run, **measures, "run": name})
     return records_table(title, lines, ("run", *columns))
 
 
-def meaning(run: Mapping[str, Any]) -> str:
+def meaning(run: Document) -> str:
     """A sentence on the mark of an unbeaten run."""
     *others, last = spelt([name for name in ERRORS if run.get(name) is not None])
     errors = f"{', '.join(others)} or {last}" if others else last
     return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
 
 
-def flat(run: Mapping[str, Any]) -> dict[str, Any]:
+def flat(run: Document) -> dict[str, Any]:
     """A run's measures as a line of a table: `l0_first_N` and `fvu_first_N` of prefixes, `l0_on_NAME` of sources."""
     line = dict(run)
     for source in line.pop("sources", ()):
@@ -173,7 +169,7 @@ def read_measures(path: Path) -> list[dict[str, Any]]:
         ]
 
 
-def extremes(run: dict[str, Any]) -> str:
+def extremes(run: Document) -> str:
     """Lines that list a run's dense latents, the most frequent first, its silent ones, and numbers by source."""
     frequency, labels = np.array(run["frequency"]), run.get("labels", {})
     order = np.argsort(-frequency, kind="stable")
@@ -212,7 +208,7 @@ CLASSES = {  # of a crosscoder's latents, by the heads of their columns
 }
 
 
-def places_table(run: Mapping[str, Any]) -> RenderableType:
+def places_table(run: Document) -> RenderableType:
     """The table of a crosscoder's hook points, and a line that lists the latents of each class but shared ones."""
     places, classes, labels = run["places"], run["class"], run.get("labels", {})
     rows = []
@@ -238,7 +234,7 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
     return Group(table(title, heads, rows), *lines)
 
 
-def stability_table(document: Mapping[str, Any]) -> RenderableType:
+def stability_table(document: Document) -> RenderableType:
     """The pairs of `saecli.stability`; measures of latents that fire are columns of their own if some are silent."""
     lines = [pair | {"runs": ", ".join(pair["runs"])} for pair in document["pairs"]]
     lines.append({**document, "runs": "all pairs", "latents": None})
@@ -251,7 +247,7 @@ def stability_table(document: Mapping[str, Any]) -> RenderableType:
     return records_table(title, lines, columns)
 
 
-def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+def probe_tables(document: Document) -> list[RenderableType]:
     """The tables of `sae probe`: AUC, its difference from the dense probe's, accuracy; for few sets the AUC of each."""
     probes, runs = document["probes"], document["runs"]
     counts = list(dict.fromkeys(line["k"] for line in probes if line["k"] is not None))
@@ -271,10 +267,10 @@ def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     return shown
 
 
-def _probes_by_set(document: Mapping[str, Any], k: int) -> RenderableType:
+def _probes_by_set(document: Document, k: int) -> RenderableType:
     runs = document["runs"]
     places = {(run["layer"], run["site"]): run for run in runs}
-    sets: dict[str, list[Mapping[str, Any]]] = {}
+    sets: dict[str, list[Document]] = {}
     for line in document["by_set"]:
         sets.setdefault(line["set"], []).append(line)
     rows = []
@@ -290,15 +286,13 @@ def _probes_by_set(document: Mapping[str, Any], k: int) -> RenderableType:
     return table("AUC by set", ["set", "texts", *heads], rows)
 
 
-def probes_of(
-    lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None
-) -> list[Mapping[str, Any]]:
+def probes_of(lines: Sequence[Document], run: Document, k: int | None) -> list[Document]:
     """The lines of a run's probes; k None: of the dense ones at its hook point."""
     wanted = {**run, "k": k} if k is not None else {**run, "run": None, "k": None}
     return [line for line in lines if all(line[key] == value for key, value in wanted.items())]
 
 
-def _with_interval(line: Mapping[str, Any], name: str) -> str:
+def _with_interval(line: Document, name: str) -> str:
     """A measure with half its interval's width: 0.712 ± 0.031."""
     if line[name] is None:
         return "-"
@@ -306,7 +300,7 @@ def _with_interval(line: Mapping[str, Any], name: str) -> str:
     return f"{line[name]:.3f}{half}"
 
 
-def controls_table(document: Mapping[str, Any]) -> RenderableType:
+def controls_table(document: Document) -> RenderableType:
     """The table of `sae controls`; measures that no training has are left out."""
     run, lines = document["run"], document["controls"]
     shown = [name for name in CONTROLLED if any(line[name] is not None for line in lines)]
@@ -316,7 +310,7 @@ def controls_table(document: Mapping[str, Any]) -> RenderableType:
     return records_table(title, rows, ["training", *shown])
 
 
-def refit_table(document: Mapping[str, Any]) -> RenderableType:
+def refit_table(document: Document) -> RenderableType:
     """The measures of a refitted SAE before and after, on the held-out rows."""
     before, after, final = document["before"], document["after"], document["final"]
     rows = before_and_after(document, [name for name in REFITTED if name in after])
@@ -336,7 +330,7 @@ def refit_table(document: Mapping[str, Any]) -> RenderableType:
     return table(title, ["measure", "before", "after"], rows)
 
 
-def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+def steering_tables(document: Document) -> list[RenderableType]:
     """The output of `sae steer`: a table of latents, and each prompt with both continuations, a line each."""
     layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
     title = (
@@ -364,7 +358,7 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     return [records_table(title, latents, columns), "".join(texts)]
 
 
-def explanation_tables(document: Mapping[str, Any], top: int) -> list[RenderableType]:
+def explanation_tables(document: Document, top: int) -> list[RenderableType]:
     """The output of `sae explain`: the first `top` latents with labels and scores, and the mean scores."""
     latents, means = document["latents"], document["scores"]
     kind, measures = ("rule", ["texts", "tokens"]) if means else ("given", [])
@@ -401,7 +395,7 @@ def explanation_tables(document: Mapping[str, Any], top: int) -> list[Renderable
     return shown
 
 
-def _means_table(means: Sequence[Mapping[str, Any]], measures: Sequence[str]) -> RenderableType:
+def _means_table(means: Sequence[Document], measures: Sequence[str]) -> RenderableType:
     """Mean scores of kinds of labels; of a judge, the answers that do not count too."""
     rows = [
         [

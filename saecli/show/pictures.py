@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,6 +29,7 @@ from .style import (
     say_empty,
     short,
 )
+from .tables import Document
 
 BINS = 40
 GROUPS = 10  # of latents of like frequency
@@ -40,7 +40,7 @@ FVU_LABEL = "fraction of variance unexplained (FVU)"
 FREQUENCY_LABEL = "fraction of rows a latent fires on"
 
 
-def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Document]]) -> Figure:
     """Draw FVU and L0 of training batches and held-out rows by step, given for each name its `metrics.jsonl`.
 
     Of runs whose L0 was chosen, as with topk, the legend names it in place of a panel.
@@ -85,7 +85,7 @@ def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]
     return drawn
 
 
-def _chosen_l0(lines: Sequence[Mapping[str, Any]]) -> float | None:
+def _chosen_l0(lines: Sequence[Document]) -> float | None:
     """The L0 of all batches and held-out rows if it is the same number."""
     # Rounded, since the averages of batches may be 15.999999999999998 for 16.
     values = {round(l0, 1) for key in ("batch_l0", "test_l0") for _, l0 in curve(lines, key)}
@@ -175,7 +175,7 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
 
 
 def sparsity(
-    path: Path | None, tallies: Sequence[Firing], runs: Sequence[Mapping[str, Any]]
+    path: Path | None, tallies: Sequence[Firing], runs: Sequence[Document]
 ) -> list[tuple[Path | None, Figure]]:
     """Draw histograms of L0 and of frequencies to `path`, for each run the codes of its first rows, and for each
     crosscoder its latents by hook point, to names that begin with the stem of `path`."""
@@ -204,13 +204,11 @@ def sparsity(
     return drawn
 
 
-def frontier(
-    path: Path | None, runs: Sequence[Mapping[str, Any]], families: Mapping[str, str]
-) -> Figure:
+def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str, str]) -> Figure:
     """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
     joined; runs that another beats are hollow, runs with a measure that is not finite left out."""
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
-    members: dict[str, list[Mapping[str, Any]]] = {}
+    members: dict[str, list[Document]] = {}
     for run in runs:
         members.setdefault(families[run["run"]], []).append(run)
     numbers = {family: index for index, family in enumerate(members)}
@@ -265,7 +263,7 @@ def frontier(
     return drawn
 
 
-def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
+def probes(path: Path | None, document: Document) -> Figure:
     """Draw the document of `saecli.probe`: the AUC against the number of latents, and set by set against the dense
     probe's, which is dotted: grey, or in the colours of runs at several hook points."""
     runs = document["runs"]
@@ -317,7 +315,7 @@ def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
     return drawn
 
 
-def _auc_ends(lines: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+def _auc_ends(lines: Sequence[Document]) -> NDArray[np.float64]:
     """AUCs and the ends of their intervals, (3, any number); an AUC without an interval is both."""
     ends = [
         [line["auc"] if line[name] is None else line[name] for line in lines]
@@ -326,7 +324,7 @@ def _auc_ends(lines: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
     return np.array(ends)
 
 
-def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
+def stability(path: Path | None, document: Document) -> Figure:
     """Draw the document of `saecli.stability`, of runs with rows: |cosine| of latents with their counterparts in other
     runs, and the fraction of runs they are matched in against their frequency: a point is the median frequency and mean
     match fraction of about a tenth of a run's firing latents."""
@@ -378,7 +376,7 @@ def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
     return [fires[group == number] for number in np.unique(group)]
 
 
-def hook_points(path: Path | None, run: Mapping[str, Any]) -> Figure:
+def hook_points(path: Path | None, run: Document) -> Figure:
     """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, and at the one where a latent is
     largest its nu^epsilon elsewhere; hollow where other latents carry it (nu^r)."""
     fraction = np.array(run["share"], float)

@@ -16,21 +16,21 @@ from ..base.errors import counted, printable
 from ..base.files import appearing_whole
 from .measures import labelled
 from .report import page_of
-from .tables import table
+from .tables import Document, table
 
 SCRIPTS = ("dom.js", "prompt.js")
 TOKENS_LISTED, PEAKS_LISTED, TOKEN_WIDTH = 200, 10, 18
 PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pages
 
 
-def write_prompt_page(path: Path, document: Mapping[str, Any]) -> None:
+def write_prompt_page(path: Path, document: Document) -> None:
     """A page that holds the document, whose latents should be those that its tokens list."""
     page = page_of("read", f"{document['run']}: a prompt", SCRIPTS, document)
     with appearing_whole(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 
 
-def prompt_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+def prompt_tables(document: Document) -> list[RenderableType]:
     """Each token's strongest latents, a line each; then the whole text's, or the ones that differ most between two."""
     tokens, rows, part = document["tokens"], document["store_rows"], document["compare"]
     lines = [_token_line(position, token) for position, token in enumerate(tokens[:TOKENS_LISTED])]
@@ -49,14 +49,14 @@ def prompt_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     return [_heading(document), shown, "", table(title, ["latent", *heads, in_store], cells)]
 
 
-def _cells(latent: Mapping[str, Any]) -> list[Any]:
+def _cells(latent: Document) -> list[Any]:
     if "difference" not in latent:
         return [latent["code"], _token(latent), latent["position"], latent["fires_on"]]
     here, there = latent["here"], latent["there"]
     return [latent["difference"], here["code"], _token(here), there["code"], _token(there)]
 
 
-def _heading(document: Mapping[str, Any]) -> Text:
+def _heading(document: Document) -> Text:
     points = document.get("inputs", [document])
     places = " and ".join(point_words(point["layer"], point["site"]) for point in points)
     special = sum(token["special"] for token in document["tokens"])
@@ -67,7 +67,7 @@ def _heading(document: Mapping[str, Any]) -> Text:
     return Text(words, style="bold")
 
 
-def _token_line(position: int, token: Mapping[str, Any]) -> Text:
+def _token_line(position: int, token: Document) -> Text:
     latents = [f"{one['latent']} ({one['code']:.3g})" for one in token["latents"]]
     words = "  ".join(["special"] if token["special"] else latents)
     line = f"{position:>5}  {set_cell_size(_alone(token['text']), TOKEN_WIDTH)}  {words}"
@@ -84,7 +84,7 @@ def _alone(text: str) -> str:
     return "␣" * len(before) + printable(inner) + "␣" * len(after)
 
 
-def _token(part: Mapping[str, Any]) -> str:
+def _token(part: Document) -> str:
     return "-" if part["token"] is None else _alone(part["token"])
 
 
@@ -94,7 +94,7 @@ def _percent(frequency: float | None, rows: int | None) -> str:
     return f"{100 * frequency:.2g}%" if frequency else f"< {100 / rows:.1g}%"
 
 
-def coloured(document: Mapping[str, Any]) -> list[RenderableType]:
+def coloured(document: Document) -> list[RenderableType]:
     """Each text, with the tokens on which the first latent fires coloured by its code."""
     latent = document["latents"][0]
     texts = [(document["tokens"], latent)]
@@ -115,7 +115,7 @@ def coloured(document: Mapping[str, Any]) -> list[RenderableType]:
 class ColouredText:
     """A text, each token's background by its code; without colours, the code after the token."""
 
-    tokens: Sequence[Mapping[str, Any]]
+    tokens: Sequence[Document]
     codes: Mapping[int, float]  # by position
     largest: float  # of full colour
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from ..base.errors import counted, number, numbers_in_words, printable, size_words
 from ..base.home import Home
 
+Document = Mapping[str, Any]  # what measure, geometry and others return, or a part of it
 LONG = 24  # characters of a word that is folded rather than leave other columns no room
 WHOLE = 16  # characters of a cell that is not folded, such as a size or a time
 
@@ -39,9 +40,7 @@ def spelt(names: Iterable[str]) -> list[str]:
 
 
 def records_table(
-    title: str | None,
-    records: Iterable[Mapping[str, Any]],
-    columns: Sequence[str] | Mapping[str, str],
+    title: str | None, records: Iterable[Document], columns: Sequence[str] | Mapping[str, str]
 ) -> RenderableType:
     """A table with a line per record and some of its entries as columns, under their names or those that a mapping
     gives."""
@@ -100,7 +99,7 @@ RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "create
 HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 
 
-def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
+def stored_tables(document: Document) -> list[RenderableType]:
     """`store.opening.stores_document`'s document: a store's facts; of several what they share, then a line for each."""
     stores = document.get("stores", [document])
     cached = all(store["cached"] for store in stores)
@@ -124,10 +123,10 @@ def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
     ]
 
 
-def modules_table(document: Mapping[str, Any]) -> RenderableType:
+def modules_table(document: Document) -> RenderableType:
     """The output of `sae extract --list-modules`; a width stands for (batch, tokens, width)."""
 
-    def cell(side: Mapping[str, Any] | None) -> str:
+    def cell(side: Document | None) -> str:
         if side is None:
             return "no tensor"
         width = side["d_in"]
@@ -142,7 +141,7 @@ def modules_table(document: Mapping[str, Any]) -> RenderableType:
     return table(title, ["--module", "layers", ":in", ":out"], rows)
 
 
-def _store_facts(store: Mapping[str, Any]) -> dict[str, Any]:
+def _store_facts(store: Document) -> dict[str, Any]:
     source, norms = store["source"], store["norms"]
     names = ("model", "layer", "site", "module", "dataset", "file", "key")
     facts = {name: source[name] for name in names if source.get(name) is not None}
@@ -171,11 +170,11 @@ def _store_facts(store: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _rows_dropped(store: Mapping[str, Any]) -> int:
+def _rows_dropped(store: Document) -> int:
     return sum(count for reason, count in store["dropped"].items() if reason not in TEXT_REASONS)
 
 
-def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
+def listing_tables(document: Document) -> list[RenderableType]:
     """`list_home`'s document for people: a table of stores, one of runs, and a line for each problem."""
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
@@ -193,15 +192,13 @@ def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
     return shown + document.get("problems", [])[unreadable:]
 
 
-def _listing(
-    title: str, columns: Sequence[str], entries: Sequence[dict[str, Any]]
-) -> RenderableType:
+def _listing(title: str, columns: Sequence[str], entries: Sequence[Document]) -> RenderableType:
     heads = [HEADS.get(column, column) for column in columns]
     rows = [[entry["name"], *(_listed(entry, column) for column in columns)] for entry in entries]
     return table(title, ["name", *heads], rows)
 
 
-def _listed(entry: dict[str, Any], column: str) -> Any:
+def _listed(entry: Document, column: str) -> Any:
     value: Any = entry.get(column)
     if column == "bytes":
         return size_words(value)
@@ -252,9 +249,7 @@ FIGURES = {  # of a run, below its results, what a user can act on first; a solv
 }
 
 
-def results_table(
-    documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()
-) -> RenderableType:
+def results_table(documents: Sequence[Document], varied: Sequence[str] = ()) -> RenderableType:
     """The results of runs, documents of `sae train --json`, with the options that differ."""
     counts = {(document["rows_test"], document["rows_counted"]) for document in documents}
     title = "FVU and L0 on held-out rows, dead latents on training rows"
@@ -275,7 +270,7 @@ def results_table(
     return table(title, heads, rows)
 
 
-def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
     """A table of runs that trained an SAE on: held-out measures before and after, and which SAE each kept."""
     compared = [document for document in documents if "kept" in document]
     if not compared:
@@ -293,13 +288,13 @@ def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableTy
     return [records_table("held-out rows, before training and after", lines, columns)]
 
 
-def before_and_after(document: Mapping[str, Any], names: Iterable[str]) -> list[list[Any]]:
+def before_and_after(document: Document, names: Iterable[str]) -> list[list[Any]]:
     """A line for each measure: its name, and its values in `before` and `after` of a document."""
     before, after = document["before"], document["after"]
     return [[*spelt([name]), before[name], after[name]] for name in names]
 
 
-def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
+def figures_table(documents: Sequence[Document]) -> RenderableType:
     """Runs' other measures and their solvers' figures, a line each; for a single run with their meanings."""
     names = {name for document in documents for name in document["final"]}
     names -= {*RESULTS, "run", "dead_fraction", "alpha"}
@@ -326,7 +321,7 @@ def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     return table(None, ["run", "steps", "seconds", *(label for label, _ in described)], rows)
 
 
-def _figure(name: str, document: Mapping[str, Any]) -> Any:
+def _figure(name: str, document: Document) -> Any:
     value = document["final"].get(name)
     if name == "released" and value is not None:
         return "yes" if value else "no"
@@ -335,7 +330,7 @@ def _figure(name: str, document: Mapping[str, Any]) -> Any:
     return value
 
 
-def disagreement(diagram: Mapping[str, Any] | None) -> str | None:
+def disagreement(diagram: Document | None) -> str | None:
     """The rows on which the power diagram disagrees with the SAE's cells: "on 3 of 100 rows"; None for none."""
     decided = diagram["rows"] - diagram["ties"] if diagram else 0
     if diagram is None or not decided or diagram["agreement"] == 1:
@@ -343,7 +338,7 @@ def disagreement(diagram: Mapping[str, Any] | None) -> str | None:
     return f"on {decided - round(diagram['agreement'] * decided):,} of {counted(decided, 'row')}"
 
 
-def _diagram_line(diagram: Mapping[str, Any]) -> list[Any]:
+def _diagram_line(diagram: Document) -> list[Any]:
     if where := disagreement(diagram):
         words = [Text("disagrees", style="bold red"), Text(where, style="bold red")]
         return ["power diagram", *words]
@@ -354,12 +349,12 @@ def _diagram_line(diagram: Mapping[str, Any]) -> list[Any]:
     return ["power diagram", "agrees", f"on {counted(decided, 'row')}{left_out}"]
 
 
-def _median_line(label: str, measures: Mapping[str, Any]) -> list[Any]:
+def _median_line(label: str, measures: Document) -> list[Any]:
     low, high = number(measures["p5"]), number(measures["p95"])
     return [f"{label}, median", measures["median"], f"5% to 95%: {low} to {high}"]
 
 
-def geometry_table(document: Mapping[str, Any]) -> RenderableType:
+def geometry_table(document: Document) -> RenderableType:
     rank, margin, complexity = (document[name] for name in ("rank", "margin", "complexity"))
     possible = f"of 10^{document['cells_possible_log10']:.1f} possible"
     full = f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"
@@ -402,7 +397,7 @@ def _degenerate_lines(counts: Mapping[str, int]) -> list[list[Any]]:
     return lines
 
 
-def _reference_lines(references: Mapping[str, Any]) -> list[list[Any]]:
+def _reference_lines(references: Document) -> list[list[Any]]:
     kmeans = counted(references["kmeans_cells"], "cell")
     pca = (
         f"{counted(references['local_pca_cells'], 'cell')} of rank {references['local_pca_rank']:,}"
@@ -418,7 +413,7 @@ def _reference_lines(references: Mapping[str, Any]) -> list[list[Any]]:
     ]
 
 
-def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
+def geometries_table(documents: Sequence[Document]) -> RenderableType:
     rows = [
         [
             *(document[name] for name in ("run", "rows", "l0", "cells_visited")),

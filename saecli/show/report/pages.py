@@ -22,6 +22,7 @@ from ...measure.measured import Measured
 from ...measure.stability import neighbours
 from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import curve, frequency_edges, l0_bins
+from ..tables import Document
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
     from ...extract.tokenizer import TokenTexts
@@ -37,11 +38,11 @@ CURVES = {
 
 
 def overview(
-    heading: Mapping[str, Any],
-    measures: Mapping[str, Any],
+    heading: Document,
+    measures: Document,
     survey: Survey,
-    curves: Sequence[Mapping[str, Any]],
-    facts: Mapping[str, Mapping[str, Any]],
+    curves: Sequence[Document],
+    facts: Mapping[str, Document],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """The first page's content, without the columns of its table that `details` fills.
@@ -131,7 +132,7 @@ class Details:
         chosen: Sequence[int],  # (C,), ascending
         texts: "TokenTexts | TokenNumbers",
         unembedding: "Unembedding | None",
-        places: Mapping[str, Any],  # `places_document`
+        places: Document,  # `places_document`
         listener: Listener,
     ) -> None:
         self.survey, self.chosen, self.texts, self.places = survey, chosen, texts, places
