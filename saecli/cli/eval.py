@@ -74,14 +74,7 @@ def command(
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, check_stability, stability_of
     from ..measure.together import together
-    from ..show.measures import (
-        evaluation_tables,
-        flat,
-        meaning,
-        sparsest_first,
-        stability_table,
-        together_tables,
-    )
+    from ..show import measures
 
     session = start(ctx)
     console, names = session.console, runs or []
@@ -102,15 +95,18 @@ def command(
     if models is not None and at_once:  # first, since it may refuse the runs
         effect = together(everything, models, tokens, console)
     runs_measured = compare_measured(everything, None if at_once else models, tokens, console)
-    ranked = sparsest_first(runs_measured)
-    document: dict[str, Any] = {"runs": runs_measured, "unbeaten_means": meaning(runs_measured[0])}
-    tables = evaluation_tables(ranked, model or [])
+    ranked = measures.sparsest_first(runs_measured)
+    document: dict[str, Any] = {
+        "runs": runs_measured,
+        "unbeaten_means": measures.meaning(runs_measured[0]),
+    }
+    tables = measures.evaluation_tables(ranked, model or [])
     if at_once:
         document["together"] = effect
-        tables = together_tables(runs_measured, effect)
+        tables = measures.together_tables(runs_measured, effect)
     if stable:
         document["stability"] = stability_of(everything, match_threshold, console)
-        tables.append(stability_table(document["stability"]))
+        tables.append(measures.stability_table(document["stability"]))
     if plot is not None:
         from ..show import pictures  # matplotlib takes a second to import
 
@@ -121,5 +117,5 @@ def command(
             second = plot.with_stem(f"{plot.stem}-stability")
             pictures.stability(second, document["stability"])
             console.note(f"drew {second}")
-    session.write([flat(run) for run in ranked])
+    session.write([measures.flat(run) for run in ranked])
     console.print_result(document, *tables)

@@ -2,8 +2,6 @@ import typer
 
 from .options import Data, Device, Json, Plot, Runs, SplitName, Target, start
 
-PICTURED_ROWS = 200  # whose codes are drawn
-
 
 def command(
     ctx: typer.Context,
@@ -30,7 +28,7 @@ def command(
     from ..measure.evaluate import sparsity_document
     from ..measure.measured import ChosenRows
     from ..sae.metrics import firing
-    from ..show.measures import SPARSITY, comparison, extremes, places_table
+    from ..show.measures import PICTURED_ROWS, SPARSITY, comparison, extremes, places_table
 
     session = start(ctx)
     chosen_rows = ChosenRows(session.home, data, split, device, session.console, target)

@@ -18,9 +18,8 @@ from ..store.split import Which
 from ..train.runs import read_metrics
 from . import pictures
 from .geometry import draw_geometry, rows_of_slice
-from .measures import sparsest_first
+from .measures import PICTURED_ROWS, sparsest_first
 
-PICTURED_ROWS = 200  # whose codes are drawn
 PICTURES = ("loss", "frontier", "sparsity", "geometry", "stability", "probe")
 
 

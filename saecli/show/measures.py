@@ -39,6 +39,7 @@ EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
 FEATURES = ("mcc", "f1", "precision", "recall", "uniqueness", "true_l0")
 SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
 REFITTED = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
+PICTURED_ROWS = 200  # whose codes `sae sparsity --plot` draws
 LATENTS_LISTED = 12
 SETS_LISTED = 20
 
