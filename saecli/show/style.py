@@ -114,11 +114,14 @@ def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
     if low > 0 and high < 1000 * low:
-        few = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
-        # Over two decades, ticks at 2 and 5 would overlap with four panels side by side.
-        axis.set_major_locator(
-            LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 10 * low else few)
-        )
+        subs: Sequence[float] = (1,)
+        if high <= 10 * low:
+            subs = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
+        elif (
+            high <= 100 * low
+        ):  # over two decades, they would overlap with four panels side by side
+            subs = (1, 2, 5)
+        axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 
