@@ -90,11 +90,11 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
     sae, config = saved.sae, _config(saved)
     with appearing_whole(folder / CONFIG) as temporary:
         temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    tensors, names = sae.tensors(), NAMES | common.SKIP
-    if not isinstance(sae.activation, Relu | TopK):
-        tensors, names = tensors | {"threshold": common.thresholds_of(sae)}, names | THRESHOLD
+    names = NAMES | common.SKIP
+    if not isinstance(sae.activation, Relu):
+        names |= THRESHOLD
     path = folder / WEIGHTS.replace("*", str(saved.origin["layer"]))
-    common.write_tensors(path, common.renamed_back(tensors, names))
+    common.write_tensors(path, common.disassembled(sae, names))
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:

@@ -34,6 +34,7 @@ PLAIN = {name: name for name in WEIGHTS}
 ENCODER = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc"}  # of an nn.Linear
 LINEAR = ENCODER | {"decoder.weight": "W_dec.T"}
 SKIP = {"W_skip": "W_skip.T"}  # of libraries that compute `x @ W_skip.T`
+THRESHOLD = {"threshold": "threshold"}
 GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -201,20 +202,22 @@ def renamed(
     return ours
 
 
-def renamed_back(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The inverse of `renamed`, for the tensors that there are."""
+def disassembled(sae: SAE, names: Mapping[str, str], subtracts: bool = False) -> dict[str, Tensor]:
+    """The tensors of an SAE's file, the inverse of `renamed` and `assemble`, for the names that the SAE has; of an
+    activation that is `Thresholded` one threshold for each latent."""
+    tensors = sae.tensors()
+    if isinstance(sae.activation, Thresholded):
+        thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+        tensors["threshold"] = thresholds.to(sae.W_enc.dtype)
+    if subtracts:
+        shift = sae.b_dec.double() @ sae.W_enc.double()
+        tensors["b_enc"] = (sae.b_enc.double() + shift).to(sae.b_enc.dtype)
     theirs = {}
     for name, own in names.items():
         tensor = tensors.get(own.removesuffix(".T"))
         if tensor is not None:
             theirs[name] = tensor.T if own.endswith(".T") else tensor
     return theirs
-
-
-def thresholds_of(sae: SAE) -> Tensor:
-    """Each latent's threshold, (F,), with a `Thresholded` activation."""
-    assert isinstance(sae.activation, Thresholded)
-    return sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(sae.W_enc.dtype)
 
 
 def configured(path: Path, kind: Callable[..., Configured], **settings: Any) -> Configured:
@@ -237,11 +240,6 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 
 def in_words(pattern: str) -> str:
     return pattern.replace("|", " or ")
-
-
-def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
-    """The encoder bias, (F,), for a library that subtracts `b_dec` from rows."""
-    return (b_enc.double() + b_dec.double() @ W_enc.double()).to(b_enc.dtype)
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:

@@ -163,11 +163,10 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     if isinstance(sae.activation, ReluTopK | AbsTopK):
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
     write_json(folder / SAELENS_CONFIG, config)
-    tensors = sae.tensors()
-    if "threshold" in tensors:
-        tensors["threshold"] = common.thresholds_of(sae)
-    names = common.PLAIN | {"threshold": "threshold"} | common.SKIP
-    common.write_tensors(folder / SAELENS_WEIGHTS, common.renamed_back(tensors, names))
+    names = common.PLAIN | common.SKIP
+    if not isinstance(sae.activation, Relu):
+        names |= common.THRESHOLD
+    common.write_tensors(folder / SAELENS_WEIGHTS, common.disassembled(sae, names))
 
 
 SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
@@ -222,11 +221,9 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
             "d_in": sae.d_in,
         },
     )
-    tensors = sae.tensors()
-    if not saved.is_transcoder:
-        tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
-    written = common.renamed_back(tensors, SPARSIFY_NAMES | common.SKIP)
-    common.write_tensors(folder / SPARSIFY_WEIGHTS, written)
+    names = SPARSIFY_NAMES | common.SKIP
+    tensors = common.disassembled(sae, names, subtracts=not saved.is_transcoder)
+    common.write_tensors(folder / SPARSIFY_WEIGHTS, tensors)
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
@@ -283,7 +280,9 @@ CLASSES: dict[str, Layout] = {
         True,
         Gated,
     ),
-    "JumpReluAutoEncoder": Layout(common.PLAIN, False, JumpRelu, ("threshold",), "JumpReluTrainer"),
+    "JumpReluAutoEncoder": Layout(
+        common.PLAIN | common.THRESHOLD, False, JumpRelu, trainer="JumpReluTrainer"
+    ),
 }
 LEARNING_WRITTEN = tuple({layout.activation: None for layout in CLASSES.values() if layout.trainer})
 
@@ -342,7 +341,7 @@ def _extra(sae: SAE, name: str) -> Tensor:
         return torch.diff(torch.tensor((0, *sae.prefixes), dtype=torch.int))
     if isinstance(sae.activation, BatchTopK):
         return sae.activation_parameters["threshold"].clamp(min=0)
-    return common.thresholds_of(sae) if isinstance(sae.activation, JumpRelu) else torch.tensor(-1.0)
+    return torch.tensor(-1.0)
 
 
 def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
@@ -369,9 +368,6 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
     trainer |= {"k": sae.k} if sae.k else {}
     write_json(folder / LEARNING_CONFIG, {"trainer": trainer})
     sae = common.with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
-    tensors = sae.tensors()
-    if layout.subtracts:
-        tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
-    written = common.renamed_back(tensors, layout.names)
-    written |= {key: _extra(sae, key) for key in layout.extras}
-    common.write_tensors(folder / LEARNING_WEIGHTS, written, save=torch.save)
+    tensors = common.disassembled(sae, layout.names, layout.subtracts)
+    tensors |= {key: _extra(sae, key) for key in layout.extras}
+    common.write_tensors(folder / LEARNING_WEIGHTS, tensors, save=torch.save)

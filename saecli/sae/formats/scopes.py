@@ -94,9 +94,8 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
-    tensors = saved.sae.tensors() | {"threshold": common.thresholds_of(saved.sae)}
-    names = GEMMA_NAMES.values()
-    arrays: dict[str, Any] = {name: tensors[name].cpu().numpy() for name in names}
+    tensors = common.disassembled(saved.sae, common.PLAIN | common.THRESHOLD)
+    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
     with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -232,8 +231,7 @@ def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
         if layer is not None and module is not None:
             config[f"hf_hook_point_{end}"] = f"model.layers.{layer}.{module}"
     write_json(folder / GEMMA_CONFIG, config)
-    tensors = sae.tensors() | {"threshold": common.thresholds_of(sae)}
-    common.write_tensors(folder / GEMMA_WHOLE, common.renamed_back(tensors, GEMMA_NAMES | SKIP))
+    common.write_tensors(folder / GEMMA_WHOLE, common.disassembled(sae, GEMMA_NAMES | SKIP))
 
 
 LLAMA_CONFIG = "hyperparams.json"
