@@ -80,11 +80,6 @@ class BatchTopK(Thresholded, KeepsK):
 
         return {"threshold": torch.zeros(())}  # before the first batch
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from ..codes import where
-
-        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
-
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the `k B` largest entries of this process' rows."""
         from ..codes import largest
@@ -230,11 +225,6 @@ class Gated(LearnsThresholds):
         import torch
 
         return {"threshold": torch.zeros(d_sae), "r_mag": torch.zeros(d_sae)}
-
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from ..codes import where
-
-        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
         thresholds = codes.by_latent(self.thresholds(parameters, codes.shape[1]))

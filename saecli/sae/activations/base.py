@@ -281,7 +281,12 @@ class KeepsK(Activation):
 
 @dataclass(frozen=True)
 class Thresholded(Activation):
-    """Latent i is active where `pre_i > threshold_i`."""
+    """`z = pre * H(pre - threshold)`: latent i is active where `pre_i > threshold_i`."""
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from ..codes import where
+
+        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         """The pre-activations above which latents are active, (F,)."""
