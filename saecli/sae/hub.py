@@ -45,10 +45,6 @@ class Address:
         path = _PATH.fullmatch(text)
         return None if path is None else cls(path[1], path[3] or "", path[2] or path[4])
 
-    def at(self, folder: str) -> Self:
-        """Another folder of the same repository and revision."""
-        return replace(self, folder=folder)
-
     def __str__(self) -> str:
         path = f"{self.repo}/{self.folder}" if self.folder else self.repo
         return f"{path}@{self.revision}" if self.revision else path
@@ -118,7 +114,6 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        demand_answer(address)
         with hub_errors(address):
             info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
     except HubError as error:
@@ -174,11 +169,11 @@ def _choose(
         (wanted,) = formats
         note(f"{address} holds one SAE, in {wanted}")
     if wanted in formats:
-        chosen = address if file else address.at(wanted)
+        chosen = address if file else replace(address, folder=wanted)
         own = formats[wanted].among(folders[wanted], str(chosen), file)
         return chosen, [str(PurePosixPath(wanted, name)) for name in own]
     if formats:
-        shown = ", ".join(str(address.at(key)) for key in [*formats][:SHOWN])
+        shown = ", ".join(str(replace(address, folder=key)) for key in [*formats][:SHOWN])
         more = ", ..." if len(formats) > SHOWN else ""
         raise HubError(f"{address} holds {len(formats):,} SAEs: name one of them, {shown}{more}")
     got = ", ".join(sorted(key or "files at its top" for key in folders)[:SHOWN]) or "no file"
@@ -190,7 +185,6 @@ def demand_writable(address: Address, private: bool) -> None:
     from huggingface_hub import HfApi
 
     api = HfApi()
-    demand_answer(address)
     with hub_errors(address):
         if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise HubError(
@@ -232,16 +226,10 @@ def upload(folder: Path, address: Address, private: bool) -> str:
         ).commit_url
 
 
-def demand_answer(address: Address) -> None:
-    """Raise a HubError if the hub does not answer: its client asks again and again, for minutes."""
-    if reason := why_unreachable():
-        error = ConnectionError(reason)
-        raise HubError(_explained(address, error)) from error
-
-
 @contextmanager
 def hub_errors(address: Address) -> Iterator[None]:
-    """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal."""
+    """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal. If the hub does not
+    answer, that is one too: the client would ask again and again, for minutes."""
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -253,6 +241,8 @@ def hub_errors(address: Address) -> Iterator[None]:
     if hides:
         disable_progress_bars()
     try:
+        if reason := why_unreachable():
+            raise ConnectionError(reason)
         yield
     except SaeError:
         raise
