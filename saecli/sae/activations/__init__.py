@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
 # 0.129 with 0.05, 0.092 with 0.3 and 0.5).
 NEWEST = 0.3
-THRESHOLD = 0.1  # of jumprelu at the start, in units of normalised rows, unless fitted to a target
 BANDWIDTH = 0.3  # of the kernel in the gradient of thresholds, in units of codes
 RELATIVE_BANDWIDTH = 0.5  # with a target, over the threshold
 THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the relative excess of L0
@@ -113,6 +112,7 @@ class JumpRelu(LearnsThresholds):
     """
 
     name: ClassVar[str] = "jumprelu"
+    start: ClassVar[float] = 0.1  # in units of normalised rows, unless fitted to a target
 
     def penalties(self) -> dict[str, Penalty]:
         return {
@@ -122,11 +122,6 @@ class JumpRelu(LearnsThresholds):
             "l1-codes": L1OfCodes(),
             "none": Penalty(),
         }
-
-    def parameters(self, d_sae: int) -> Parameters:
-        import torch
-
-        return {"threshold": torch.full((d_sae,), THRESHOLD)}
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
         """The entries that give codes or gradients, with the threshold and the kernel's width of each."""
@@ -220,11 +215,6 @@ class Gated(LearnsThresholds):
 
     def penalties(self) -> dict[str, Penalty]:
         return {"target-l0": ControlledL1(self.target_l0), "l1": L1(), "none": Penalty()}
-
-    def parameters(self, d_sae: int) -> Parameters:
-        import torch
-
-        return {"threshold": torch.zeros(d_sae), "r_mag": torch.zeros(d_sae)}
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
         thresholds = codes.by_latent(self.thresholds(parameters, codes.shape[1]))

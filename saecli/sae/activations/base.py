@@ -169,19 +169,15 @@ class Activation(Config):
     """A configuration that maps pre-activations to codes, with its parameters, their gradients, and its penalties.
 
     Codes have the scale of pre-activations: see `rescaled`.
-
-    trained: names of parameters that have a gradient.
-    one_scale: whether codes compare directions of latents, so that a scale for each dimension would change them.
-    estimates_threshold: whether a threshold is set at the end of training.
-    of_codes: settings that a trained SAE's codes depend on.
     """
 
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
-    trained: ClassVar[tuple[str, ...]] = ()
+    trained: ClassVar[tuple[str, ...]] = ()  # names of parameters that have a gradient
+    # Whether codes compare directions of latents, so that a scale for each dimension would change them.
     one_scale: ClassVar[bool] = False
-    estimates_threshold: ClassVar[bool] = False
-    of_codes: ClassVar[tuple[str, ...]] = ()
+    estimates_threshold: ClassVar[bool] = False  # at the end of training
+    of_codes: ClassVar[tuple[str, ...]] = ()  # settings that a trained SAE's codes depend on
 
     def check(self, d_sae: int) -> None:
         """Raise a ConfigError for settings that do not fit the number of latents."""
@@ -298,6 +294,7 @@ class LearnsThresholds(Thresholded):
     """A learned threshold per latent, (F,)."""
 
     trained: ClassVar[tuple[str, ...]] = ("threshold",)
+    start: ClassVar[float] = 0.0  # of the trained parameters, (F,) each
 
     target_l0: Annotated[
         Positive | None,
@@ -313,6 +310,11 @@ class LearnsThresholds(Thresholded):
                 f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
                 "--target-l0 or raise --d-sae"
             )
+
+    def parameters(self, d_sae: int) -> Parameters:
+        import torch
+
+        return {name: torch.full((d_sae,), self.start) for name in self.trained}
 
     def expected_l0(self, d_in: int) -> float:
         return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
