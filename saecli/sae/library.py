@@ -42,32 +42,20 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """Where an SAE comes from; None where unknown.
+    """Where an SAE comes from; None where unknown."""
 
-    name: for tables: its run's name, its path below the runs, or the path that was given.
-    folder: of several layers' files its own file; None for an SAE in memory.
-    data, data_hash: name and request hash of the store that it was trained on.
-    fraction: of the training rows that it was trained on, in (0, 1].
-    complete: whether its training was finished.
-    dead_fraction: of latents that fire on no training row, counted by training.
-    beside: names of a crosscoder's further stores.
-    target: name of the store of a transcoder's targets.
-    streamed: the options of rows from a model without a store.
-    registered: release/id in SAELens' registry, by which it was named; `row_scale` and `processing` are from there, for
-        `formats.load`.
-    """
-
-    name: str
-    folder: Path | None = None
-    data: str | None = None
+    name: str  # for tables: its run's name, its path below the runs, or the path that was given
+    folder: Path | None = None  # of several layers' files its own; None for an SAE in memory
+    data: str | None = None  # name of the (first) store that it was trained on
     split_seed: int = 0
-    fraction: float = 1.0
-    complete: bool = True
-    data_hash: str | None = None
-    dead_fraction: float | None = None
-    beside: tuple[str, ...] = ()
-    target: str | None = None
-    streamed: Mapping[str, Any] | None = None
+    fraction: float = 1.0  # of the training rows that it was trained on, in (0, 1]
+    complete: bool = True  # whether its training was finished
+    data_hash: str | None = None  # `Joined.hash` of the stores
+    dead_fraction: float | None = None  # of latents that fire on no training row
+    beside: tuple[str, ...] = ()  # names of a crosscoder's further stores
+    target: str | None = None  # name of the store of a transcoder's targets
+    streamed: Mapping[str, Any] | None = None  # the options of rows from a model without a store
+    # release/id in SAELens' registry, by which it was named, and what `formats.load` takes from there.
     registered: str | None = None
     row_scale: float | None = None
     processing: Mapping[str, Any] | None = None

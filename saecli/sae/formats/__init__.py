@@ -50,23 +50,15 @@ from .hooks import settled
 
 @dataclass(frozen=True)
 class Format:
-    """How SAEs are kept in files.
+    """How SAEs are kept in files."""
 
-    files: patterns of one SAE's files, the weights last; `|` between alternatives.
-    load: from a folder, or with `layers` of each, from a file.
-    save: in float32, into an existing folder; None if the format is only read.
-    activations, transcoders: activations that `save` can express, of SAEs and of transcoders.
-    one_width: whether a transcoder's targets must be as wide as its rows.
-    layers: files of weights: one; each an SAE of its own; all of one SAE.
-    """
-
-    files: tuple[str, ...]
-    load: Callable[[Path], SavedSAE]
-    save: Callable[[SavedSAE, Path], None] | None = None
-    activations: Collection[type[Activation]] = ()
-    transcoders: Collection[type[Activation]] = ()
-    one_width: bool = False
-    layers: Literal["one", "each", "all"] = "one"
+    files: tuple[str, ...]  # patterns of one SAE's, the weights last; `|` between alternatives
+    load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
+    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, into an existing folder
+    activations: Collection[type[Activation]] = ()  # that `save` can express
+    transcoders: Collection[type[Activation]] = ()  # the same of transcoders
+    one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
+    layers: Literal["one", "each", "all"] = "one"  # files of weights: each an SAE, all one SAE
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
