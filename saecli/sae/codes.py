@@ -33,11 +33,6 @@ PANEL, SPARSE_PANEL = 256, 128
 Prefixes = tuple[int, ...]
 
 
-def rise(prefixes: Sequence[int]) -> bool:
-    """Whether prefixes are positive and ascending."""
-    return all(before < after for before, after in pairwise((0, *prefixes)))
-
-
 @dataclass(frozen=True, eq=False)
 class Codes:
     """Codes z of a batch as a matrix, (B, F)."""

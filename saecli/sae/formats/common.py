@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, as_named, regular
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
 from ..activations import Activation, Thresholded
-from ..codes import Prefixes, rise
+from ..codes import Prefixes
 from ..dictionary import SAE
 
 Document = TypeVar("Document")
@@ -105,7 +106,8 @@ def assemble(
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
     _check_finite(path, tensors)
     configured(path, activation.check, d_sae=d_sae)
-    if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
+    rise = all(before < after for before, after in pairwise((0, *prefixes)))
+    if prefixes and (prefixes[-1] != d_sae or not rise):
         raise FormatError(
             f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}"
         )
@@ -167,13 +169,9 @@ def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
     """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
-
-    def filled(width: int, value: float) -> Tensor:
-        return sae.W_dec.new_full((width,), value)
-
-    rows = filled(sae.d_in, 0), filled(sae.d_in, 1 / factor)
-    targets = filled(sae.d_out, 0), filled(sae.d_out, 1 / (target_factor or factor))
-    return sae.on_raw_rows(*rows, *targets)
+    rows, targets = sae.W_dec.new_zeros(sae.d_in), sae.W_dec.new_zeros(sae.d_out)
+    target_scale = targets + 1 / (target_factor or factor)
+    return sae.on_raw_rows(rows, rows + 1 / factor, targets, target_scale)
 
 
 def with_unit_rows(sae: SAE) -> SAE:
