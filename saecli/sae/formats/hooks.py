@@ -55,7 +55,7 @@ MODULES = {  # by transformers' name and its side, exact in all models
     "post_feedforward_layernorm:out": "mlp_out",
     **dict.fromkeys((f"{path}:in" for path in PROJECTIONS), "attn_z"),
 }
-WITHOUT_SECOND_NORM = {
+WITHOUT_SECOND_NORM = {  # sites in models whose attention and MLP do not end with a norm
     "mlp.hook_out": "mlp_out",
     "mlp:out": "mlp_out",
     "attn:out": "attn_out",
@@ -76,18 +76,18 @@ class Family(NamedTuple):
     norm: str  # name of its module
     offset: float = 0.0  # added to its weight
     layer_norm: bool = False  # else RMSNorm
-    second_norm: bool = False  # whether attention and the MLP end with one
-    value_bias: bool = False  # which TransformerLens' `fold_value_biases` moves out of hook_z
+    sites: dict[str, str] = WITHOUT_SECOND_NORM  # by others' names, besides those of all models
 
 
-LLAMA = Family("post_attention_layernorm")
+# Not where values have a bias, which TransformerLens' `fold_value_biases` moves out of hook_z.
+HEADS = {Z: "attn_z"}
+LLAMA = Family("post_attention_layernorm", sites=WITHOUT_SECOND_NORM | HEADS)
 FAMILIES = {  # by `model_type`
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"), LLAMA),
-    "qwen2": LLAMA._replace(value_bias=True),
-    "gemma": Family("post_attention_layernorm", 1.0),
+    "qwen2": Family("post_attention_layernorm"),
+    "gemma": LLAMA._replace(offset=1.0),
     **dict.fromkeys(
-        ("gemma2", "gemma3", "gemma3_text"),
-        Family("pre_feedforward_layernorm", 1.0, second_norm=True),
+        ("gemma2", "gemma3", "gemma3_text"), Family("pre_feedforward_layernorm", 1.0, sites=HEADS)
     ),
     **dict.fromkeys(("gpt2", "gpt_neo"), Family("ln_2", layer_norm=True)),
     **dict.fromkeys(("gpt_neox", "bloom"), Family("post_attention_layernorm", layer_norm=True)),
@@ -162,17 +162,12 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
     origin, remarks = dict(saved.origin), list(saved.remarks)
     model = origin.get("model", model)
     family = _family(model)
-    if family is not None and not family.second_norm:
-        for end in ENDS:
-            if (site := origin.get(f"{end}site")) in WITHOUT_SECOND_NORM:
-                origin[f"{end}site"] = WITHOUT_SECOND_NORM[site]
-    if family is not None and not (family.layer_norm or family.value_bias):
-        for end in ENDS:
-            if origin.get(f"{end}site") == Z:
-                origin[f"{end}site"] = "attn_z"
     norms = {}
-    if family is not None and (saved.processing.get("fold_ln") or not family.layer_norm):
-        norms = _norms(saved, model, NORMALIZED)
+    if family is not None:
+        for key in origin.keys() & {"site", "target_site"}:
+            origin[key] = family.sites.get(origin[key], origin[key])
+        if saved.processing.get("fold_ln") or not family.layer_norm:
+            norms = _norms(saved, model, NORMALIZED)
     for end in norms:
         origin[f"{end}site"] = "mlp_in"
         remarks.append(
@@ -213,9 +208,7 @@ def unsettled(saved: SavedSAE) -> SavedSAE:
             "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
             "HookedTransformer lacks"
         )
-    if origin.get("site") == "attn_z" and (
-        family is None or family.layer_norm or family.value_bias
-    ):
+    if origin.get("site") == "attn_z" and (family is None or Z not in family.sites):
         remarks.append(
             f"is written for {Z}, which TransformerLens' fold_value_biases changes where values have a bias; "
             "load the model without it"
@@ -258,8 +251,10 @@ def _identity(width: int) -> Affine:
     return Affine(torch.zeros(width, dtype=torch.float64), torch.ones(width, dtype=torch.float64))
 
 
-def _folder(model: str) -> Path | None:
+def _folder(model: str | None) -> Path | None:
     """The folder of a model that is on this machine."""
+    if model is None:
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -274,25 +269,25 @@ def _folder(model: str) -> Path | None:
 
 
 def _family(model: str | None) -> Family | None:
-    if model is None:
-        return None
-    folder = _folder(model)
-    if folder is None:
+    kind = _config(model).get("model_type")
+    if model is not None and _folder(model) is None:
         kinds = (kind for name, kind in MODEL_TYPES.items() if re.fullmatch(name, model))
-        return FAMILIES.get(next(kinds, ""))
-    return FAMILIES.get(str(_config(folder).get("model_type")))
+        kind = next(kinds, None)
+    return FAMILIES.get(str(kind))
 
 
 def layers_of(model: str | None) -> int | None:
     """The number of a model's layers, if it is on this machine."""
-    folder = None if model is None else _folder(model)
-    config = {} if folder is None else _config(folder)
+    config = _config(model)
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     return layers if isinstance(layers, int) else None
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The configuration of the language model in a folder; empty if it cannot be read."""
+def _config(model: str | None) -> dict[str, Any]:
+    """The configuration of a language model; empty if it is not on this machine, or cannot be read."""
+    folder = _folder(model)
+    if folder is None:
+        return {}
     try:
         config = read_json(folder / "config.json", dict[str, Any])
     except (OSError, ValueError):
@@ -304,8 +299,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _norms(saved: SavedSAE, model: str | None, site: str) -> dict[str, Affine]:
     """The norms before the MLP at an SAE's ends of this site, if their weights are on this machine, fit and can be
     inverted."""
-    family = _family(model)
-    folder = None if model is None else _folder(model)
+    family, folder = _family(model), _folder(model)
     if family is None or folder is None:
         return {}
     norms = {}
