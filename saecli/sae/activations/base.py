@@ -50,10 +50,6 @@ class Penalty:
         """For rows of mean squared norm `d_in`."""
         return 0.0
 
-    def settings(self, d_sae: int) -> dict[str, float]:
-        """Options of the activation that it needs, with their defaults."""
-        return {}
-
     def initial(self, d_sae: int) -> Parameters:
         """Its own parameters, by name."""
         return {}
@@ -111,13 +107,8 @@ class TargetL0(Penalty):
 
     @property
     def target(self) -> float:
-        assert self.target_l0 is not None, "filled in by `settings`"
+        assert self.target_l0 is not None, "filled in by `resolved`"
         return self.target_l0
-
-    def settings(self, d_sae: int) -> dict[str, float]:
-        if self.target_l0 is not None:
-            return {}
-        return {"target_l0": min(TARGET_L0, MOST_TARGETED * d_sae)}
 
     def initial(self, d_sae: int) -> Parameters:
         import torch
@@ -213,7 +204,7 @@ class Activation(Config):
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         """The same with the defaults that its penalty needs; idempotent."""
-        return replace(self, **self.penalty(sparsity).settings(d_sae))
+        return self
 
     def parameters(self, d_sae: int) -> Parameters:
         """The parameters at the start of training."""
@@ -310,6 +301,11 @@ class LearnsThresholds(Thresholded):
                 f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
                 "--target-l0 or raise --d-sae"
             )
+
+    def resolved(self, sparsity: str, d_sae: int) -> Self:
+        if sparsity != "target-l0" or self.target_l0 is not None:
+            return self
+        return replace(self, target_l0=min(TARGET_L0, MOST_TARGETED * d_sae))
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
