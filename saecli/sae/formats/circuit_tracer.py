@@ -1,11 +1,9 @@
 """circuit-tracer's format (checked against 0.5.0): `config.yaml` and `layer_L.safetensors`, per-layer transcoders.
 
-It opens a folder with one config.yaml and a set: the transcoders of all layers from 0, of one width, with a skip all or
-none. An export of one transcoder is one layer's. Rows and targets are of one width and one layer; a skip is applied as
-`x @ W_skip.T`. `mlp.hook_in` is the MLP's input, after the norm's weight, in its TransformerLens model as in nnsight's:
-`mlp_in` here, so nothing is folded. Versions after 0.5.0 read `activation: topk` and `k`, signed as `topk` here; 0.5.0
-takes such files for `relu`. Source: `transcoder/single_layer_transcoder.py`, `utils/hf_utils.py`, `utils/caching.py`
-and `replacement_model/` there.
+Rows and targets are of one width and one layer; a skip is applied as `x @ W_skip.T`. `mlp.hook_in` is the MLP's input
+after the norm's weight, `mlp_in` here. Versions after 0.5.0 read `activation: topk` and `k`, signed as `topk` here;
+0.5.0 takes such files for `relu`. Source: `transcoder/single_layer_transcoder.py`, `utils/hf_utils.py`,
+`utils/caching.py` and `replacement_model/` there.
 """
 
 import re

@@ -1,13 +1,9 @@
-"""Other tools' names of hook points, and the sites that they are here.
+"""Other tools' names of hook points, and the sites that they are here; README.md has a table.
 
 TransformerLens' follow `blocks.L.`; names of transformers' modules follow `layers.L.` or `h.L.`, and end there with
 `.input` or `.output`, here with `:in` or `:out`. A hook point that is no site here keeps its name in an SAE's origin,
-which tells its rows from a store's. Three are sites in some models only:
-
-    ln2.hook_normalized          mlp_in before the norm's weight and bias, which are folded into the SAE if the model
-                                 is on this machine: `settled`, and `unsettled` for writing
-    attn.hook_z                  attn_z where values have no bias, which TransformerLens folds away (fold_value_biases)
-    mlp.hook_out, mlp:out        mlp_out, unless a second norm follows the MLP (Gemma 2 and 3)
+which tells its rows from a store's. Some are sites in some models only: see `Family.sites`, and ln2.hook_normalized,
+`mlp_in` before the norm's weight and bias, which `settled` folds into the SAE if the model is on this machine.
 
 TransformerLens' options change rows too. With LayerNorm, ln2.hook_normalized is before weight and bias in versions from
 3 on and with `fold_ln`, else after them: without `fold_ln` it is no site here. In models with LayerNorm

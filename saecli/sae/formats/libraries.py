@@ -1,18 +1,16 @@
-"""The formats of SAELens, sparsify and dictionary_learning.
+"""The formats of SAELens (checked against 6.54.12), EleutherAI's sparsify (1.3) and dictionary_learning (0.1.0).
 
-SAELens (checked against 6.54.12): `cfg.json` and `sae_weights.safetensors` of version 6; older ones are read too. Its
-weights have this tool's names and shapes, but for a skip, (E, D). Its TopK clips at zero: `relu-topk` here. A trained
-`batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens saves its own. A signed `topk` has no
-counterpart there. Transcoders (`saes/transcoder.py`) clip at zero, with thresholds or without.
+Their TopK clips at zero: `relu-topk` here. README.md has the files of each.
 
-sparsify by EleutherAI (checked against 1.3): `cfg.json` and `sae.safetensors`. Its encoder subtracts `b_dec`, clips at
-zero, and keeps the `k` largest: `relu-topk` here; `relu` is written with `k` equal to the number of latents. A
-transcoder (`transcode`) does not subtract, and its targets are as wide as its rows. The folder's name, such as
-`layers.2.mlp`, is the module whose output it reads, or a transcoder predicts from its input; the model is named by the
-run's `config.json`, one folder up.
+SAELens has this tool's names and shapes, but for a skip, (E, D). A trained `batchtopk` is saved as a JumpReLU with one
+threshold for all latents, as SAELens saves its own. Transcoders (`saes/transcoder.py`) clip at zero.
 
-dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict; see `CLASSES`. Its TopK clips at
-zero: `relu-topk` here. Its AutoEncoder scales decoder rows to unit norm on loading.
+sparsify's encoder subtracts `b_dec`, and `relu` is written with `k` equal to the number of latents. A transcoder
+(`transcode`) does not subtract, and its targets are as wide as its rows. The folder's name, such as `layers.2.mlp`, is
+the module whose output it reads, or a transcoder predicts from its input; the model is named by the run's
+`config.json`, one folder up.
+
+dictionary_learning: see `CLASSES`. Its AutoEncoder scales decoder rows to unit norm on loading.
 """
 
 import re

@@ -1,35 +1,19 @@
 """Published suites: Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read.
 
-Gemma Scope: `params.npz`, a JumpReLU SAE or transcoder on raw activations; repository and folders alone name model,
-layer and site. SAEs of embeddings act on rows before Gemma scales them by sqrt(D), which is folded in here.
-
-Gemma Scope 2: `config.json` and `params.safetensors`, SAEs and transcoders of Gemma 3, the skip applied as
-`x @ affine_skip_connection`. The config names hook points as Gemma 3's modules in transformers.
+README.md has the files of each, and says where other tools differ. Gemma Scope 2 names hook points as Gemma 3's modules
+in transformers; a skip is applied as `x @ affine_skip_connection`.
 
 A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: file `params_layer_I.safetensors` has
 latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. The same
 tensors stacked in one `params.safetensors`, as the release's own class holds them, are read too. Here it is one SAE of
 n F latents on concatenated rows, whose encoder is zero outside its diagonal blocks.
 
-A `relu` is written with thresholds of zero, and a trained `batchtopk` with equal thresholds.
-
-Llama Scope has `hyperparams.json` and `checkpoints/final.safetensors`, JumpReLU SAEs and transcoders of Llama 3.1 8B.
-Weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
-dataset_average_activation_norm`, and predict `c_out * y`. Both scales are folded into the weights here.
-
-`jump_relu_threshold` is one number, in units of the targets: a code z adds `z * W_dec / c_out` to the raw prediction,
-and fires if the norm of this exceeds the threshold.
-
-The R1 distillations (`config.json`, `sae_weights.safetensors`) have a threshold for each latent and the norms with the
-weights. A latent fires if its code, or with `sparsity_include_decoder_norm` its code times its decoder norm, exceeds
-the threshold in normalised units (`SparseAutoEncoder.encode` there).
-
-Single files of a ReLU SAE each: Goodfire's and qresearch's (`MODEL-SAE-l19.pth`, `.pt`), and Kissane et al.'s, of
-GPT-2's attention heads (`gpt2-small_L0_Hcat_z_....pt`).
-
-Qwen-Scope has `layerL.sae.pt` for each layer of a Qwen model, a state_dict of a TopK SAE of its residual stream. k and
-the model are in the repository's name, such as `Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_50`, or in a `config.json`.
-README.md says where other tools differ.
+Llama Scope's weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
+dataset_average_activation_norm`, and predict `c_out * y`. `jump_relu_threshold` is one number, in units of the targets:
+a code z adds `z * W_dec / c_out` to the raw prediction, and fires if the norm of this exceeds the threshold. The R1
+distillations have a threshold for each latent and the norms with the weights: a latent fires if its code, or with
+`sparsity_include_decoder_norm` its code times its decoder norm, exceeds the threshold in normalised units
+(`SparseAutoEncoder.encode` there).
 """
 
 import math
@@ -82,7 +66,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     if match is None:
         return SavedSAE(sae)
     size, tuned, kind, layer = match.groups()
-    if layer is None:
+    if layer is None:  # rows are embeddings before Gemma scales them
         sae, kind, layer = common.unscaled(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
     model = f"google/gemma-2-{size}-it" if tuned == "it" else f"google/gemma-2-{size}"
     origin: dict[str, Any] = {"model": model, "layer": int(layer)}
