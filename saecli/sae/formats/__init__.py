@@ -321,6 +321,6 @@ def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
                     saved = replace(saved, origin=origin)
             form.save(saved, temporary)
             if form.takes_sets:
-                members.append(circuit_tracer.Member.of(saved))
+                members.append((saved.origin["layer"], circuit_tracer.in_common(saved)))
         if len(members) > 1:
             circuit_tracer.demand_set(members)

@@ -9,7 +9,7 @@ after the norm's weight, `mlp_in` here. Versions after 0.5.0 read `activation: t
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -121,38 +121,32 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
     )
 
 
-class Member(NamedTuple):
-    """A transcoder of a set: its layer, and what it must have in common with the others."""
-
-    layer: int
-    shared: dict[str, Any]
-
-    @classmethod
-    def of(cls, saved: SavedSAE) -> "Member":
-        sae, config = saved.sae, _config(saved)
-        shared = {"activation": "relu or jumprelu", "k": None} | config
-        shared |= {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
-        return cls(saved.origin["layer"], shared)
+def in_common(saved: SavedSAE) -> dict[str, Any]:
+    """What the transcoders of a set must have in common."""
+    sae = saved.sae
+    shared = {"activation": "relu or jumprelu", "k": None} | _config(saved)
+    return shared | {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
 
 
-def demand_set(members: Sequence[Member]) -> None:
-    """FormatError unless they are one transcoder for each layer of one model, which circuit-tracer opens as one."""
-    first, by_layer = members[0], dict[int, Member]()
-    for member in members:
-        if member.layer in by_layer:
+def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """FormatError unless they are one transcoder for each layer of one model, which circuit-tracer opens as one; of
+    each its layer, and what is `in_common`."""
+    (first, expected), seen = members[0], set[int]()
+    for layer, own in members:
+        if layer in seen:
             raise FormatError(
-                f"circuit-tracer takes one transcoder for each layer, got two of layer {member.layer}; name one"
+                f"circuit-tracer takes one transcoder for each layer, got two of layer {layer}; name one"
             )
-        by_layer[member.layer] = member
-        for what, expected in first.shared.items():
-            if (got := member.shared[what]) != expected:
+        seen.add(layer)
+        for what, value in expected.items():
+            if own[what] != value:
                 raise FormatError(
-                    f"circuit-tracer needs the same {what} in all layers: expected {expected} as in layer "
-                    f"{first.layer}, got {got} in layer {member.layer}"
+                    f"circuit-tracer needs the same {what} in all layers: expected {value} as in layer "
+                    f"{first}, got {own[what]} in layer {layer}"
                 )
-    model = first.shared.get("model_name")
-    layers = hooks.layers_of(model) or max(by_layer) + 1
-    if missing := set(range(layers)) - by_layer.keys():
+    model = expected.get("model_name")
+    layers = hooks.layers_of(model) or max(seen) + 1
+    if missing := set(range(layers)) - seen:
         raise FormatError(
             f"circuit-tracer needs a transcoder for each layer of {model}, 0 to {layers - 1}: got none for "
             f"{layers_in_words(missing)}; train what is missing, and name all"

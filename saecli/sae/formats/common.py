@@ -25,7 +25,7 @@ from ...base.files import appearing_whole, as_named, regular
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
-from ..dictionary import SAE
+from ..dictionary import SAE, name_of
 
 Document = TypeVar("Document")
 Configured = TypeVar("Configured")
@@ -300,7 +300,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
 def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """FormatError unless all tensors are dense numbers on the CPU."""
     for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = name_of(tensor.dtype)
         usual = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not usual or dtype not in (*FLOATS, *WHOLE):
             raise FormatError(
