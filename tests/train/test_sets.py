@@ -164,6 +164,8 @@ def test_topk_names_its_k_and_the_version_that_reads_it(sae, home, model, tmp_pa
             "mlp.hook_in as in layer 0, got hook_resid_pre",
         ),
         ("r-*", {"layers": {1: {"model": "gpt2"}}}, "the same model_name in all layers"),
+        ("r-*", {"layers": {1: {"model": None}}}, "model_name in all layers"),
+        ("r-*", {"layers": {0: {"model": None}}}, "model_name in all layers: expected None"),
         (
             "r-*",
             {"d_sae": {2: 30}},

@@ -124,7 +124,7 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
 def in_common(saved: SavedSAE) -> dict[str, Any]:
     """What the transcoders of a set must have in common."""
     sae = saved.sae
-    shared = {"activation": "relu or jumprelu", "k": None} | _config(saved)
+    shared = {"model_name": None, "activation": "relu or jumprelu", "k": None} | _config(saved)
     return shared | {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
 
 
@@ -144,7 +144,7 @@ def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
                     f"circuit-tracer needs the same {what} in all layers: expected {value} as in layer "
                     f"{first}, got {own[what]} in layer {layer}"
                 )
-    model = expected.get("model_name")
+    model = expected["model_name"]
     layers = hooks.layers_of(model) or max(seen) + 1
     if missing := set(range(layers)) - seen:
         raise FormatError(
