@@ -5,14 +5,14 @@ on `sae.safetensors`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ..base.console import Listener, Silent
-from ..base.documents import Origin, point_words, read_run
+from ..base.documents import point_words, read_run
 from ..base.errors import HubError, RunError, unknown_choice
 from ..base.home import RUN_MARKER, Home
 from ..store.opening import Joined
@@ -20,24 +20,13 @@ from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
+from .formats.common import ORIGIN
 from .hub import Address, Registered, cached, fetch, registered, registry_hint
 
 # An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
 SAELike = SAE | str | Path | None
-ORIGIN = {field.name for field in fields(Origin)}
-# Of the rows' source, kept in an SAE's file.
-SOURCE = (
-    "model",
-    "revision",
-    "layer",
-    "site",
-    "dataset",
-    "context",
-    "prepend_bos",
-    "target_layer",
-    "target_site",
-    "inputs",
-)
+# Entries of an origin on the training; the others are on the rows' source.
+TRAINING = ("data", "data_hash", "beside", "target", "split_seed", "fraction")
 
 
 @dataclass(frozen=True)
@@ -124,7 +113,8 @@ class Sourced(Protocol):
 
 def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
     """The fields of `Origin` for an SAE's file: the rows' source, their stores, and the split that was trained on."""
-    source = {key: stores.origin[key] for key in SOURCE if key in stores.origin}
+    names = [key for key in ORIGIN if key in stores.origin and key not in TRAINING]
+    source = {key: stores.origin[key] for key in names}
     if isinstance(stores, Joined):
         source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
     return source
@@ -267,5 +257,5 @@ def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
     present = [name in home.stores.names() or Path(name).is_dir() for name in names]
     if "data" not in origin or not all(present):
         return subject
-    keys = ("data", "data_hash", "target", "split_seed", "fraction")
-    return replace(subject, beside=beside, **{key: origin[key] for key in keys if key in origin})
+    known = {key: origin[key] for key in TRAINING if key in origin}
+    return replace(subject, **known | {"beside": beside})

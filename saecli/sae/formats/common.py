@@ -8,10 +8,10 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...base.documents import read_json
+from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, as_named, regular
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
@@ -40,11 +40,7 @@ GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
-ORIGIN: dict[str, type] = {
-    **dict.fromkeys(("model", "site", "dataset", "target_site"), str),
-    **dict.fromkeys(("layer", "context", "target_layer"), int),
-    "prepend_bos": bool,
-}
+ORIGIN = {entry.name: get_args(entry.type)[0] for entry in fields(Origin)}  # their types
 TO_FIT = "end other programs, or read it on a machine with more"
 
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
