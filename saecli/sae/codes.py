@@ -41,7 +41,6 @@ class Codes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and F."""
         return self.values.shape[0], self.values.shape[1]
 
     def dense(self) -> Tensor:
@@ -104,7 +103,6 @@ class Codes:
         return vector
 
     def with_values(self, values: Tensor) -> Self:
-        """The same entries with other values."""
         return replace(self, values=values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -146,11 +144,8 @@ class Codes:
 
     def compact(self) -> "Codes":
         """Sparse if few codes are non-zero; the host waits for their number."""
-        flat = few_entries(self.values != 0, wait=True)
-        if flat is None:
-            return self
-        offsets, _, indices = located(flat, self.shape)
-        return SparseCodes(self.values.flatten()[flat], offsets, indices, self.shape[1])
+        few = few_entries(self.values != 0, wait=True)
+        return self if few is None else _at_ascending(self.values, few)
 
 
 @dataclass(frozen=True, eq=False)

@@ -243,8 +243,7 @@ class Dictionary(Module, ABC):
         return Loss(value, errors[-1], codes)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The codes, (..., F), in its dtype, of raw activations, (..., D), of any floating-point dtype, on its device;
-        such as those, (batch, position, F), of a model's hidden states in bfloat16, (batch, position, D)."""
+        """The codes, (..., F), in its dtype, of raw activations, (..., D), of any floating dtype, on its device."""
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
 

@@ -183,10 +183,9 @@ def find_subject(
 ) -> Subject:
     """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub. `note` is called with the
     choice made if the text is ambiguous."""
-    marker = home.runs.marker
     if text is None or text in home.runs.names():
         folder = home.runs.find(text)
-        return _run(folder, marker, folder.name)
+        return _run(folder, folder.name)
     address = Address.parse(text)
     if address is not None and text.startswith(("hf://", "https://")):
         return Subject(*fetch(address, note))
@@ -198,8 +197,8 @@ def find_subject(
         )
     if address is not None and folder.is_dir() and cached(address) is not None:
         note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
-    if (folder / marker).is_file():
-        return _run(folder, marker, text)
+    if (folder / RUN_MARKER).is_file():
+        return _run(folder, text)
     if formats.recognise(folder) is not None:
         return Subject(text, folder)
     if folder.is_dir():
@@ -228,8 +227,8 @@ def _listed(text: str, listed: Registered, note: Callable[[str], None]) -> Subje
     return Subject(name, folder, registered=text, row_scale=scale, processing=processing)
 
 
-def _run(folder: Path, marker: str, name: str) -> Subject:
-    run = read_run(folder / marker)
+def _run(folder: Path, name: str) -> Subject:
+    run = read_run(folder / RUN_MARKER)
     if formats.recognise(folder) is None:
         raise RunError(
             f"the run {name!r} holds no SAE yet: expected {formats.NATIVE_FILE} in {folder}, which the "

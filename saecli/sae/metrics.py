@@ -43,8 +43,7 @@ class _Variance:
         return float(self.sums[1] / self.sums[0])
 
     def update(self, x: Tensor, errors: Tensor, taken: Tensor) -> None:
-        """Take rows, (B, D), and their squared errors, (B,), in float64, where `taken`, (B,), is 1; not where it is
-        0."""
+        """Take rows, (B, D), and their squared errors, (B,), in float64, where `taken`, (B,), is 1, else 0."""
         count = taken.sum()
         total = self.rows + count
         mean = taken @ x / count.clamp(min=1)
@@ -110,7 +109,6 @@ class Reconstruction:
             self._ordinary.update(x, errors, (~massive).double())
 
     def all_reduce(self, communicator: Communicator) -> None:
-        """Merge the counts of all processes."""
         if communicator.world_size == 1:
             return
         self._all.all_reduce(communicator)

@@ -82,7 +82,6 @@ def _read_yaml(path: Path) -> dict[str, str]:
 
 
 def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
-    """Write a transcoder of one width and one layer."""
     import yaml
 
     sae, config = saved.sae, _config(saved)

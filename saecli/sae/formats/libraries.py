@@ -55,7 +55,6 @@ TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a s
 
 
 def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE or a transcoder; FormatError for kinds that cannot be expressed."""
     path, file = folder / SAELENS_CONFIG, folder / SAELENS_WEIGHTS
     config = common.read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:

@@ -104,7 +104,6 @@ def _named_by(folder: Path) -> dict[str, Any]:
 
 
 def load_gemma_scope_2(folder: Path) -> SavedSAE:
-    """Read an SAE, a transcoder or a crosscoder; FormatError for other kinds, as cross-layer transcoders."""
     path = folder / GEMMA_CONFIG
     config = common.read_config(path, dict[str, Any]) if path.is_file() else _named_by(folder)
     common.refuse_unless(path, config, "architecture", "jump_relu")
