@@ -354,6 +354,7 @@ def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(
     for model, hook, folds in (
         ("gpt2", "hook_resid_pre", True),
         (None, "hook_mlp_out", True),
+        ("gpt2", "mlp.hook_out", True),
         ("gpt2", NORMALIZED, False),  # a LayerNorm subtracts the mean anyhow
         ("google/gemma-2b", "hook_resid_pre", False),  # TransformerLens leaves RMSNorm models alone
     ):

@@ -172,7 +172,7 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
         )
     sae = _folded(saved, norms)
     centred = saved.processing.get("center_writing_weights") is True
-    sites = {saved.origin.get(f"{end}site") for end in ENDS}
+    sites = {origin.get(f"{end}site") for end in ENDS}
     if centred and (family is None or family.layer_norm) and sites & {*CENTRED}:
         if origin.get("site") in CENTRED:
             sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0))
