@@ -59,8 +59,7 @@ class Registered(NamedTuple):
 
 
 def registered(text: str) -> Registered | None:
-    """The SAE that the installed SAELens calls by this release/id, if any; FormatError if it cannot be expressed
-    here."""
+    """The SAE that the installed SAELens names by this release/id; FormatError if it cannot be expressed here."""
     name, _, wanted = text.partition("/")
     release = _release(name)
     entries = [entry for entry in release.get("saes", ()) if entry["id"] == wanted]

@@ -157,10 +157,7 @@ class TargetL0(Penalty):
 
 @dataclass(frozen=True)
 class Activation(Config):
-    """A configuration that maps pre-activations to codes, with its parameters, their gradients, and its penalties.
-
-    Codes have the scale of pre-activations: see `rescaled`.
-    """
+    """A configuration that maps pre-activations to codes of their scale, with parameters, gradients and penalties."""
 
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
@@ -219,8 +216,7 @@ class Activation(Config):
         return self(pre, parameters)
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
-        """The codes that penalties act on; if not `codes` itself, they must also reconstruct, by a decoder without
-        gradient."""
+        """The codes that penalties act on; others than `codes` must reconstruct too, by a decoder without gradient."""
         return codes
 
     def norm_weights(

@@ -61,8 +61,7 @@ class Format:
     layers: Literal["one", "each", "all"] = "one"  # files of weights: each an SAE, all one SAE
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
-        """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
-        `file`: one of several layers'."""
+        """The names of one SAE's files, the weights last, of several layers' `file`; FormatError if several match."""
         names, chosen = sorted(names), list[str]()
         for pattern in self.files:
             weights = pattern == self.files[-1]
@@ -266,8 +265,7 @@ def known_files() -> str:
 def load(
     path: Path, row_scale: float | None = None, processing: Mapping[str, Any] | None = None
 ) -> SavedSAE:
-    """Read the SAE in a folder, or in one of several layers' files there; for `row_scale` and `processing`, which its
-    file may lack, see `SavedSAE`."""
+    """Read the SAE in a folder, or in one of several layers' files; a registry may say what a file lacks."""
     name = recognise(path)
     if name is None:
         got = "no such folder"

@@ -128,8 +128,7 @@ def in_common(saved: SavedSAE) -> dict[str, Any]:
 
 
 def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """FormatError unless they are one transcoder for each layer of one model, which circuit-tracer opens as one; of
-    each its layer, and what is `in_common`."""
+    """FormatError unless they, each a layer and what is `in_common`, are one transcoder for each layer of one model."""
     (first, expected), seen = members[0], set[int]()
     for layer, own in members:
         if layer in seen:

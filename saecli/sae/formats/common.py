@@ -171,8 +171,7 @@ def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE
 
 
 def with_unit_rows(sae: SAE) -> SAE:
-    """The SAE with unit decoder rows, and their norms in the encoder; a latent with a zero row becomes one that never
-    fires."""
+    """The SAE with unit decoder rows, and their norms in the encoder; a latent with a zero row then never fires."""
     norms = sae.W_dec.norm(dim=1)
     W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]
     W_dec[norms == 0, 0] = 1

@@ -293,8 +293,7 @@ def _config(model: str | None) -> dict[str, Any]:
 
 
 def _norms(saved: SavedSAE, model: str | None, site: str) -> dict[str, Affine]:
-    """The norms before the MLP at an SAE's ends of this site, if their weights are on this machine, fit and can be
-    inverted."""
+    """The norms before the MLP at an SAE's ends of this site, if their weights are here, fit and can be inverted."""
     family, folder = _family(model), _folder(model)
     if family is None or folder is None:
         return {}
