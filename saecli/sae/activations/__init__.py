@@ -157,12 +157,10 @@ class L0(Penalty):
     """Mean number of active latents; trains thresholds only."""
 
     activation: JumpRelu
+    per_d_in: ClassVar[float] = 0.001
 
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         return self.activation.l0(pre.detach(), parameters)
-
-    def default_weight(self, d_in: int) -> float:
-        return 0.001 * d_in
 
 
 @dataclass(frozen=True)
@@ -181,13 +179,11 @@ class L0Constraint(TargetL0):
 
     activation: JumpRelu
     rate: ClassVar[float] = 0.05
+    per_d_in: ClassVar[float] = 0.05
 
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         excess = (self.activation.l0(pre, parameters) - parameters["aim"]) / self.target
         return excess.square() + 2 * parameters["multiplier"] * excess
-
-    def default_weight(self, d_in: int) -> float:
-        return 0.05 * d_in
 
     def after_step(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         factor = (THRESHOLD_RATE * self.excess(codes, parameters)).exp()
@@ -237,12 +233,10 @@ class ControlledL1(TargetL0):
     instead of 0.125."""
 
     rate: ClassVar[float] = 0.02
+    per_sqrt_d_in: ClassVar[float] = L1.per_sqrt_d_in
 
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         return parameters["multiplier"].exp() * L1().value(pre, codes, W_dec, parameters)
-
-    def default_weight(self, d_in: int) -> float:
-        return L1().default_weight(d_in)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ class Penalty:
     no gradient: `initial` before training, changed by `after_step` and `calibrated`.
     """
 
+    # Of the default weight, for rows of mean squared norm `d_in`.
+    per_sqrt_d_in: ClassVar[float] = 0.0
+    per_d_in: ClassVar[float] = 0.0
+
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """The penalty per row, a mean over the batch."""
         return pre.new_zeros(())
@@ -47,8 +51,7 @@ class Penalty:
         return W_dec.new_zeros(len(W_dec))
 
     def default_weight(self, d_in: int) -> float:
-        """For rows of mean squared norm `d_in`."""
-        return 0.0
+        return self.per_sqrt_d_in * math.sqrt(d_in) + self.per_d_in * d_in
 
     def initial(self, d_sae: int) -> Parameters:
         """Its own parameters, by name."""
@@ -75,25 +78,23 @@ class Penalty:
 class L1(Penalty):
     """`sum_i u_i`."""
 
+    per_sqrt_d_in: ClassVar[float] = 0.1
+
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         return (codes.map(abs).sums() / len(pre)) @ W_dec.norm(dim=1)
 
     def norm_weights(self, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         return codes.map(abs).sums()
 
-    def default_weight(self, d_in: int) -> float:
-        return 0.1 * math.sqrt(d_in)
-
 
 @dataclass(frozen=True)
 class L1OfCodes(Penalty):
     """`sum_i |z_i|`, as in the paper's experiments."""
 
+    per_sqrt_d_in: ClassVar[float] = 0.1
+
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         return codes.values.abs().sum() / len(pre)
-
-    def default_weight(self, d_in: int) -> float:
-        return 0.1 * math.sqrt(d_in)
 
 
 @dataclass(frozen=True)
