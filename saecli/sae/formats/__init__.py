@@ -114,10 +114,8 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
         "activation": activation_to_json(saved.sae.activation),
         "origin": saved.origin,
     }
-    if saved.sae.prefixes:
-        header["prefixes"] = saved.sae.prefixes
-    if saved.sae.widths:
-        header["widths"] = saved.sae.widths
+    parts = {"prefixes": saved.sae.prefixes, "widths": saved.sae.widths}
+    header |= {name: part for name, part in parts.items() if part}
     write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
