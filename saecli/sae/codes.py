@@ -390,7 +390,7 @@ def largest(pre: Tensor, count: int) -> Codes:
 
 def _largest(values: Tensor, count: int) -> Tensor:
     """Ascending places of the `count` largest of some numbers, (n,)."""
-    if values.device.type == "cpu":  # NumPy's partition takes a fifth of the time of torch's topk
+    if values.device.type == "cpu" and count:  # NumPy's partition takes a fifth of topk's time
         numbers = values.to(torch.promote_types(values.dtype, torch.float32)).numpy()
         entries = np.flatnonzero(numbers >= np.partition(numbers, -count)[-count])
         if len(entries) == count:  # else some are equal, or NaN

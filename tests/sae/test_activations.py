@@ -18,6 +18,7 @@ from saecli.sae.activations import (
     activation_to_json,
 )
 from saecli.sae.codes import Codes
+from saecli.sae.dictionary import SAE, Batch
 from saecli.train.options import TrainingConfig
 from saecli.train.plan import fill_defaults
 
@@ -144,6 +145,17 @@ def test_defaults_of_the_penalty_fit_the_activation(
     training = fill_defaults(TrainingConfig(sparsity=given), activation, 100, 64)
     assert training.sparsity == sparsity
     assert training.sparsity_weight == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("activation", EVERY, ids=lambda activation: activation.name)
+def test_a_process_without_rows_of_a_batch_adds_nothing_to_its_loss(activation: Activation) -> None:
+    W_enc, W_dec = normal(5, F).float(), normal(F, 5, seed=1).float()
+    parameters = activation.parameters(F)
+    sae = SAE(W_enc, torch.zeros(F), W_dec, torch.zeros(5), activation, parameters)
+    loss = sae.loss(Batch(torch.zeros(0, 5), torch.zeros(0, 5), size=2), "none")
+    assert loss.value == 0 and loss.codes.shape == (0, F)
+    for name, value in activation.after_step(loss.codes, parameters).items():
+        assert torch.equal(value, parameters[name])
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e25])
