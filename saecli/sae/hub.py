@@ -227,8 +227,8 @@ def upload(folder: Path, address: Address, private: bool) -> str:
 
 @contextmanager
 def hub_errors(address: Address) -> Iterator[None]:
-    """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal. If the hub does not
-    answer, that is one too: the client would ask again and again, for minutes."""
+    """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal. A hub that does not
+    answer is one at once: the client would ask again and again, for minutes."""
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import (
         are_progress_bars_disabled,

@@ -25,7 +25,7 @@ from .hub import Address, Registered, cached, fetch, registered, registry_hint
 
 # An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
 SAELike = SAE | str | Path | None
-# Entries of an origin on the training; the others are on the rows' source.
+# Entries of an origin about the training; the others are about the rows' source.
 TRAINING = ("data", "data_hash", "beside", "target", "split_seed", "fraction")
 
 

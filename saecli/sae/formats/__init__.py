@@ -54,14 +54,14 @@ class Format:
 
     files: tuple[str, ...]  # patterns of one SAE's, the weights last; `|` between alternatives
     load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
-    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, into an existing folder
+    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, to a folder; None: only read
     activations: Collection[type[Activation]] = ()  # that `save` can express
     transcoders: Collection[type[Activation]] = ()  # the same of transcoders
     one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
     layers: Literal["one", "each", "all"] = "one"  # files of weights: each an SAE, all one SAE
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
-        """The names of one SAE's files, the weights last, of several layers' `file`; FormatError if several match."""
+        """The names of one SAE's files, last the weights, of several layers' `file`; FormatError if several match."""
         names, chosen = sorted(names), list[str]()
         for pattern in self.files:
             weights = pattern == self.files[-1]

@@ -129,7 +129,8 @@ def in_common(saved: SavedSAE) -> dict[str, Any]:
 
 def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
     """FormatError unless they, each a layer and what is `in_common`, are one transcoder for each layer of one model."""
-    (first, expected), seen = members[0], set[int]()
+    first, expected = members[0]
+    seen = set[int]()
     for layer, own in members:
         if layer in seen:
             raise FormatError(

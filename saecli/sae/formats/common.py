@@ -40,7 +40,7 @@ GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
-ORIGIN = {entry.name: get_args(entry.type)[0] for entry in fields(Origin)}  # their types
+ORIGIN = {entry.name: get_args(entry.type)[0] for entry in fields(Origin)}  # types
 TO_FIT = "end other programs, or read it on a machine with more"
 
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
@@ -165,9 +165,9 @@ def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
     """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
-    rows, targets = sae.W_dec.new_zeros(sae.d_in), sae.W_dec.new_zeros(sae.d_out)
-    target_scale = targets + 1 / (target_factor or factor)
-    return sae.on_raw_rows(rows, rows + 1 / factor, targets, target_scale)
+    mean, target_mean = sae.W_dec.new_zeros(sae.d_in), sae.W_dec.new_zeros(sae.d_out)
+    target_scale = target_mean + 1 / (target_factor or factor)
+    return sae.on_raw_rows(mean, mean + 1 / factor, target_mean, target_scale)
 
 
 def with_unit_rows(sae: SAE) -> SAE:
