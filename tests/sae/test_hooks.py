@@ -313,6 +313,7 @@ def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str 
     [
         ("google/gemma-2-2b", "attn_z"),
         ("Qwen/Qwen3-0.6B", "attn_z"),
+        ("Qwen/Qwen2.5-7B", "attn.hook_z"),
         ("gpt2", "attn.hook_z"),  # its values have a bias, which TransformerLens folds away
         (None, "attn.hook_z"),
     ],

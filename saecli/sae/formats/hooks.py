@@ -101,7 +101,8 @@ MODEL_TYPES = {  # by the hub's name, for models that are not on this machine
     r"EleutherAI/gpt-j.+": "gptj",
     r"(meta-llama|HuggingFaceTB)/.+": "llama",
     r"mistralai/.+": "mistral",
-    r"Qwen/.+": "qwen3",
+    r"Qwen/Qwen3.+": "qwen3",
+    r"Qwen/.+": "qwen2",
 }
 BUNDLED = Path(__file__).parents[2] / "assets"
 
