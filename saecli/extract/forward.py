@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
@@ -20,7 +21,8 @@ from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
 from ..store.writer import StoreWriter
 from .options import HookPoint
-from .windows import Batch, Block, Cursor, Run
+from .splice import StoredWindow, padded
+from .windows import Block, Cursor
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel, SideBySide
@@ -60,43 +62,49 @@ class Forward:
     def each(
         self, blocks: Sequence[Block], points: Sequence[HookPoint], show: Callable[[int, int], None]
     ) -> list[Activations]:
-        """The activations of each of several blocks, run together; of one without windows none."""
-        whole = self(Run.joined(blocks), points, show) if any(map(len, blocks)) else {}
-        activations: list[Activations] = []
-        start = 0
-        for block in blocks:
-            stop = start + block.rows
-            own = {point: rows[start:stop] for point, rows in whole.items()}
-            activations.append(own if len(block) else {})
-            start = stop
-        return activations
+        """The activations of each of several blocks, run together; none where no block has windows."""
+        whole = self(chain(*blocks), points, show) if any(map(len, blocks)) else {}
+        ends = np.cumsum([block.rows for block in blocks])
+        return [
+            {point: rows[end - block.rows : end] for point, rows in whole.items()}
+            for block, end in zip(blocks, ends, strict=True)
+        ]
 
     def __call__(
-        self, block: Run, points: Sequence[HookPoint], show: Callable[[int, int], None]
+        self,
+        windows: Iterable[tuple[np.ndarray, np.ndarray]],
+        points: Sequence[HookPoint],
+        show: Callable[[int, int], None],
     ) -> Activations:
-        """A block's activations; `show` is called after each batch with its numbers of tokens and rows."""
+        """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
+        `show` is called after each batch with its numbers of tokens and rows."""
+        stored = [StoredWindow(*window) for window in windows]
+        lengths = np.array([window.length for window in stored])
+        ends = np.cumsum([window.replaced.sum() for window in stored])
+        rows_of = np.split(np.arange(ends[-1]), ends[:-1])
         gathered: list[Tensor] = []
         # Longest first: a lack of memory shows at once.
-        order = np.argsort(-block.lengths, kind="stable")
+        order = np.argsort(-lengths, kind="stable")
         while len(order):
-            windows = order[: self._batch_windows(block.lengths[order])]
-            batch = block.batch(windows)
+            chosen = order[: self._batch_windows(lengths[order])]
+            token_ids, mask, kept = padded([stored[number] for number in chosen])
+            numbers = torch.from_numpy(np.concatenate([rows_of[number] for number in chosen]))
             try:
-                parts = self._read(batch, points)
+                parts = self._read(token_ids, mask, kept, points)
                 if not gathered:
-                    gathered = [rows.new_empty(block.rows, rows.shape[1]) for rows in parts]
+                    gathered = [rows.new_empty(int(ends[-1]), rows.shape[1]) for rows in parts]
                 for all_rows, rows in zip(gathered, parts, strict=True):
-                    all_rows.index_copy_(0, moved(batch.rows, rows.device), rows)
+                    all_rows.index_copy_(0, moved(numbers, rows.device), rows)
                 fits = True
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 fits = False
             if fits:
-                order = order[len(windows) :]
-                show(int(batch.mask.sum()), len(batch.rows))
+                order = order[len(chosen) :]
+                show(int(mask.sum()), len(numbers))
             else:  # outside the except clause, where the error has released the tensors of its frames
-                self._halve(len(windows), int(block.lengths[windows[0]]))
+                self._halve(len(chosen), int(lengths[chosen[0]]))
         return dict(zip(points, map(_on_host, gathered), strict=True))
 
     def _batch_windows(self, lengths: np.ndarray) -> int:
@@ -104,13 +112,15 @@ class Forward:
         similar = int(np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right"))
         return max(1, min(similar, self.tokens // int(lengths[0])))
 
-    def _read(self, batch: Batch, points: Sequence[HookPoint]) -> list[Tensor]:
-        kept = moved(batch.kept, self._model.device)
+    def _read(
+        self, token_ids: Tensor, mask: Tensor, kept: Tensor, points: Sequence[HookPoint]
+    ) -> list[Tensor]:
+        positions = moved(kept.flatten().nonzero()[:, 0], self._model.device)
 
         def take(activations: Tensor) -> Tensor:
-            return activations.flatten(0, 1).index_select(0, kept).to(self._dtype)
+            return activations.flatten(0, 1).index_select(0, positions).to(self._dtype)
 
-        parts = self._model.read(batch.token_ids, batch.mask, points, take)
+        parts = self._model.read(token_ids, mask, points, take)
         if len(parts) > 1:
             finite = torch.stack([rows.isfinite().all(1) for rows in parts]).all(0)
             for rows in parts:

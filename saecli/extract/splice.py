@@ -292,11 +292,10 @@ def in_batches(windows: Iterable[StoredWindow], most: int) -> Iterator[list[Stor
 
 def padded(windows: Sequence[StoredWindow]) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids, mask and `replaced`, (B, T) each, padded on the right with token 0 under mask 0."""
-    shape = len(windows), max(window.length for window in windows)
-    token_ids, mask = torch.zeros(2, *shape, dtype=torch.int64)
-    replaced = torch.zeros(shape, dtype=torch.bool)
-    for row, window in enumerate(windows):
-        token_ids[row, : window.length] = torch.from_numpy(window.token_ids)
-        mask[row, : window.length] = 1
-        replaced[row, : window.length] = torch.from_numpy(window.replaced)
-    return token_ids, mask, replaced
+    lengths = torch.tensor([window.length for window in windows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    token_ids = torch.zeros(mask.shape, dtype=torch.int64)
+    token_ids[mask] = torch.from_numpy(np.concatenate([window.token_ids for window in windows]))
+    replaced = torch.zeros_like(mask)
+    replaced[mask] = torch.from_numpy(np.concatenate([window.replaced for window in windows]))
+    return token_ids, mask.long(), replaced

@@ -8,7 +8,7 @@ tokens then attend across documents, as in SAELens and TransformerLens.
 A block is run sorted by length and stored in document order. Its end does not depend on the batch size: an interrupted
 extraction resumes at the beginning of a block, with any batch size.
 
-Shapes: T tokens of a window, W windows of a block, R their rows, B windows of a batch.
+Shapes: T tokens of a window, W windows of a block, R their rows.
 """
 
 from bisect import bisect_right
@@ -17,8 +17,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..base.errors import ConfigError
 from ..store.values import Windows as StoredWindows
@@ -228,49 +226,7 @@ def _added(token_ids: list[int], document: int) -> np.ndarray:
     return tokens
 
 
-class Batch(NamedTuple):
-    """Windows as the model takes them. K kept tokens."""
-
-    token_ids: Tensor  # (B, T), padded on the right with token 0
-    mask: Tensor  # (B, T), 1 at tokens, 0 at padding
-    kept: Tensor  # (K,), positions of the kept tokens in the flattened batch
-    rows: Tensor  # (K,), their row numbers within the block
-
-
-class Run:
-    """Windows that go through the model together: `lengths`, tokens per window, (W,), the ids of all tokens, (n,), and
-    which of these are `kept` as rows."""
-
-    def __init__(self, lengths: np.ndarray, token_ids: np.ndarray, kept: np.ndarray) -> None:
-        self.lengths = lengths
-        self._starts = np.cumsum(lengths) - lengths
-        self._token_ids, self._kept = token_ids, kept
-        self.rows = int(kept.sum())
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @classmethod
-    def joined(cls, runs: "Sequence[Run]") -> "Run":
-        names = ("lengths", "_token_ids", "_kept")
-        return Run(*(np.concatenate([getattr(run, name) for run in runs]) for name in names))
-
-    def batch(self, windows: np.ndarray) -> Batch:
-        lengths = self.lengths[windows][:, None]
-        offsets = np.arange(lengths.max())
-        mask = offsets < lengths
-        tokens = np.where(mask, self._starts[windows][:, None] + offsets, 0)
-        kept = mask & self._kept[tokens]
-        arrays = (
-            np.where(mask, self._token_ids[tokens], 0),
-            mask.astype(np.int64),
-            np.flatnonzero(kept),
-            (np.cumsum(self._kept) - 1)[tokens[kept]],
-        )
-        return Batch(*map(torch.from_numpy, arrays))
-
-
-class Block(Run):
+class Block:
     """Windows in document order, from `cursor` to `end`.
 
     `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
@@ -285,21 +241,29 @@ class Block(Run):
         self.cursor = cursor
         self.notes: tuple[str, ...] = ()  # for the user, once the block is needed
         tokens = np.concatenate([np.empty(0, TOKEN), *(window.tokens for window in windows)])
-        lengths = np.array([len(window.tokens) for window in windows], np.int64)
-        super().__init__(lengths, np.ascontiguousarray(tokens["token_id"]), tokens["kept"])
-        positions = np.arange(len(tokens)) - np.repeat(self._starts, lengths)
+        kept = tokens["kept"]
+        self.rows = int(kept.sum())
+        self.lengths = np.array([len(window.tokens) for window in windows], np.int64)
+        token_ids = np.ascontiguousarray(tokens["token_id"])
+        self.windows = StoredWindows.of(self.lengths, token_ids, kept)
+        positions = np.arange(len(tokens)) - np.repeat(self.windows.offset[:-1], self.lengths)
         self.columns = {
-            name: tokens[name][self._kept] for name in ("token_id", "document", "source", "role")
-        } | {"position": positions[self._kept]}
-        self.windows = StoredWindows.of(lengths, self._token_ids, self._kept)
+            name: tokens[name][kept] for name in ("token_id", "document", "source", "role")
+        } | {"position": positions[kept]}
         starts = np.array([*self.windows.first, self.rows])
-        self.before = {"special": np.cumsum(self._kept)[tokens["special"]]} | {
+        self.before = {"special": np.cumsum(kept)[tokens["special"]]} | {
             reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
             for reason in sorted({reason for counts in skipped for reason in counts})
         }
         self.end = (windows[-1].after if windows else cursor)._replace(
             offered=cursor.offered + self.rows
         )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return self.windows.each()
 
     @property
     def offered(self) -> int:
