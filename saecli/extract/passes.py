@@ -166,8 +166,7 @@ class CleanPass:
 
     Of a model that predicts masked tokens, m of the n rows are masked and predicted; else m is n.
 
-    x: activations at the hook points read, side by side, (n, D).
-    y: at those written, (n, E).
+    activations: at each hook point read or written, (n, its width).
     states: inputs of the head, (m, d_model).
     next_tokens: to be predicted, (m,) int64, NO_NEXT at the end of a window's text.
     """
@@ -181,7 +180,7 @@ class CleanPass:
         parts: Sequence[tuple[HookPoint, ...]] = (),
     ) -> None:
         """`parts`: hook points that are to be replaced at once, if not all that are written."""
-        self.passes, self.writes = passes, writes
+        self.passes, self.reads, self.writes = passes, reads, writes
         self._token_ids, self._mask, replaced = padded(windows)  # (B, T); mask 0 at padding
         passes.model.check_tokens(self._token_ids)
         if passes.model.mask_token is None:
@@ -195,23 +194,29 @@ class CleanPass:
             which.to(passes.model.device) for which in (replaced, scored)
         )
         keep = {passes.repeatable(part, self._token_ids) for part in parts or [writes]} - {0}
-        read: dict[HookPoint, Tensor] = {}
+        self.activations: dict[HookPoint, Tensor] = {}
 
         def look(point: HookPoint, activations: Tensor) -> Tensor:
-            read[point] = activations[self._replaced]
+            self.activations[point] = self.replaced_rows(activations)
             return activations
 
         with torch.no_grad():
             hooks = dict.fromkeys((*reads, *writes), look)
             states, self._below = passes.states(self._token_ids, self._mask, hooks, keep)
         self.states = states[self._scored]
-        for point in dict.fromkeys((*reads, *writes)):
-            if point not in read:
+        for point in hooks:
+            if point not in self.activations:
                 raise passes.model.modules.never_ran(point)
-        self.x = torch.cat([read[point] for point in reads], 1)
-        self.y = self.x
-        if reads != writes:
-            self.y = torch.cat([read[point] for point in writes], 1)
+
+    @property
+    def x(self) -> Tensor:
+        """The activations at the hook points read, side by side, (n, D)."""
+        return torch.cat([self.activations[point] for point in self.reads], 1)
+
+    @property
+    def y(self) -> Tensor:
+        """Those at the hook points written, (n, E)."""
+        return torch.cat([self.activations[point] for point in self.writes], 1)
 
     def _next_tokens(self, windows: Sequence[StoredWindow]) -> Tensor:
         """The token after each, (B, T)."""
@@ -224,14 +229,14 @@ class CleanPass:
         has_next = functional.pad(of_text[:, 1:], (0, 1)).bool()
         return torch.where(has_next, next_tokens, NO_NEXT)
 
-    def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
+    def spliced(self, y_hat: Tensor) -> Tensor:
         """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
-        written, or at these alone; differentiable in it."""
-        writes = writes or self.writes
-        return self.filled(dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True)))
+        written; differentiable in it."""
+        widths = [self.activations[point].shape[1] for point in self.writes]
+        return self.filled(dict(zip(self.writes, y_hat.split(widths, 1), strict=True)))
 
     def filled(self, values: Mapping[HookPoint, Tensor]) -> Tensor:
-        """As `spliced`, with (n, E) or (E,) of each hook point."""
+        """As `spliced`, with (n, E) or (E,) at each of some hook points."""
         return self.changed(
             (*values,), lambda point, activations: self.with_rows(activations, values[point])
         )
@@ -355,16 +360,6 @@ def _ratio(total: Tensor, count: int) -> float:
     return float(total) / count if count else math.nan
 
 
-class _Sums:
-    """Sums over tokens, float64, for hook points that are replaced at once: on the tokens where they were zeroed the
-    rise of a token's loss and its square; for each SAE cross-entropy and KL."""
-
-    def __init__(self, part: tuple[HookPoint, ...], saes: int) -> None:
-        self.part = part
-        self.rise = torch.zeros(2, dtype=torch.float64)
-        self.spliced = torch.zeros(2, saes, dtype=torch.float64)
-
-
 @torch.no_grad()
 def effects(
     models: Sequence[Passes],
@@ -394,36 +389,44 @@ def effects(
     Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
     the same on a fraction of the tokens.
     """
-    sums = [_Sums(part, len(saes)) for part in parts]
-    clean_sums = torch.zeros(len(models), dtype=torch.float64)
     writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
-    of_models = [
-        (
-            passes,
-            tuple(point for point in reads if point.model == number),
-            [part for part in parts if part[0].model == number],
-        )
-        for number, passes in enumerate(models)
+    numbers = range(len(models))
+    own_reads = [tuple(point for point in reads if point.model == number) for number in numbers]
+    own_parts = [
+        [index for index, part in enumerate(parts) if part[0].model == number] for number in numbers
     ]
+    clean_sums = torch.zeros(len(models), dtype=torch.float64)
+    spliced = torch.zeros(2, len(parts), len(saes), dtype=torch.float64)  # cross-entropy, KL
+    rises = torch.zeros(2, len(parts), dtype=torch.float64)  # of a token's loss by zeros; squares
     tokens = counted = predictions = tokens_zeroed = predictions_zeroed = 0
     for batch in in_batches(windows, pass_tokens(models[0].model.device)):
         clean_passes = [
-            CleanPass(passes, batch, points, points, own_parts)
-            for passes, points, own_parts in of_models
+            CleanPass(passes, batch, points, points, [parts[index] for index in own])
+            for passes, points, own in zip(models, own_reads, own_parts, strict=True)
         ]
         activations: dict[HookPoint, Tensor] = {}
         for clean in clean_passes:
-            activations |= zip(clean.writes, clean.x.chunk(len(clean.writes), 1), strict=True)
+            activations |= clean.activations
         x = torch.cat([activations[point] for point in reads], 1)
         predicted: list[dict[HookPoint, Tensor]] = []
         for sae in saes:
             y_hat = sae(x.to(sae.W_enc))
             columns = zip(writes, sae.hook_columns, strict=True)
-            predicted.append({point: y_hat[:, own] for point, own in columns})
+            predicted.append({point: y_hat[:, place] for point, place in columns})
         zero_too = tokens_zeroed <= zeroed * tokens
-        for number, clean in enumerate(clean_passes):
-            own = [each for each in sums if each.part[0].model == number]
-            clean_sums[number] += _add(own, clean, predicted, zero_too)
+        for number, (clean, own) in enumerate(zip(clean_passes, own_parts, strict=True)):
+            states = [
+                clean.filled({point: y_hat[point] for point in parts[index]})
+                for index in own
+                for y_hat in predicted
+            ]
+            losses, *sums = clean.compared(states)
+            clean_sums[number] += losses.sum(dtype=torch.float64).cpu()
+            spliced[:, own] += torch.stack(sums).view(2, len(own), len(saes)).cpu()
+            if zero_too:
+                for index in own:
+                    rise = (clean.losses(clean.zeroed(parts[index])) - losses).double()
+                    rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
         scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
         tokens += len(x)
         counted += len(clean_passes[0].states)
@@ -433,40 +436,19 @@ def effects(
             predictions_zeroed += scored
         show(tokens)
 
-    def measures(own: _Sums, sae: int) -> dict[str, Any]:
-        clean = _ratio(clean_sums[own.part[0].model], predictions)
-        spliced = _ratio(own.spliced[0, sae], predictions)
-        rise, square = (_ratio(total, predictions_zeroed) for total in own.rise)
+    def measures(index: int, sae: int) -> dict[str, Any]:
+        clean = _ratio(clean_sums[parts[index][0].model], predictions)
+        ce, kl = spliced[:, index, sae]
+        ce_spliced = _ratio(ce, predictions)
+        rise, square = (_ratio(total, predictions_zeroed) for total in rises[:, index])
         error = math.sqrt(max(0.0, square - rise**2) / max(1, predictions_zeroed))
         return {
             "ce_clean": clean,
-            "ce_spliced": spliced,
+            "ce_spliced": ce_spliced,
             "ce_zero": clean + rise,
-            "ce_recovered": 1 - (spliced - clean) / rise if rise > CLEARLY * error else None,
-            "kl": _ratio(own.spliced[1, sae], counted),
+            "ce_recovered": 1 - (ce_spliced - clean) / rise if rise > CLEARLY * error else None,
+            "kl": _ratio(kl, counted),
             "tokens": counted,
         }
 
-    return [[measures(own, index) for own in sums] for index in range(len(saes))]
-
-
-def _add(
-    sums: Sequence[_Sums],
-    clean: CleanPass,
-    predicted: Sequence[dict[HookPoint, Tensor]],
-    zero_too: bool,
-) -> Tensor:
-    """Add a batch to the sums of one model's hook points; the sum of the clean losses."""
-    states = [
-        clean.spliced(torch.cat([y_hat[point] for point in own.part], 1), own.part)
-        for own in sums
-        for y_hat in predicted
-    ]
-    losses, *spliced = clean.compared(states)
-    by_part = torch.stack(spliced).view(2, len(sums), len(predicted)).cpu()
-    for index, own in enumerate(sums):
-        own.spliced += by_part[:, index]
-        if zero_too:
-            rise = (clean.losses(clean.zeroed(own.part)) - losses).double()
-            own.rise += torch.stack([rise.sum(), rise.square().sum()]).cpu()
-    return losses.sum(dtype=torch.float64).cpu()
+    return [[measures(index, sae) for index in range(len(parts))] for sae in range(len(saes))]

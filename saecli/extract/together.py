@@ -39,11 +39,12 @@ class TogetherPass(CleanPass):
     def __init__(
         self, passes: Passes, windows: Sequence[StoredWindow], acts: Sequence[Hooked]
     ) -> None:
-        widths = {at.written: at.sae.d_out for at in acts} | {at.read: at.sae.d_in for at in acts}
-        super().__init__(passes, windows, (*widths,), (*widths,))
+        points = tuple(dict.fromkeys(point for at in acts for point in (at.written, at.read)))
+        super().__init__(passes, windows, points, points)
         self.acts = acts
-        at_points = dict(zip(widths, self.x.split([*widths.values()], 1), strict=True))
-        self.rows_of = [(at_points[at.read], at_points[at.written]) for at in acts]  # x, y of each
+        self.rows_of = [  # x, y of each
+            (self.activations[at.read], self.activations[at.written]) for at in acts
+        ]
 
     def together(self, predict: Predict) -> Tensor:
         """The inputs of the head, (m, d_model), with `predict(number, x, y)`, (n, E), in place of the activations y

@@ -11,7 +11,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
 from plain_hooks import assert_same_effects, effects_by_hooks, noted
-from tiny_models import WIDTH, loaded, save_model
+from tiny_models import DEEP, WIDTH, loaded, save_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,6 +71,21 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path):
     assert measures["kl"] == pytest.approx(0, abs=1e-6)
     effect = ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
     assert list(measures)[-7:] == effect
+
+
+def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
+    sae: CommandLine, tmp_path: Path
+):
+    wide = save_model(tmp_path / "wide", LlamaConfig(**DEEP, head_dim=12))
+    stores = extracted(sae.home, wide, site=["attn_z", "resid_post"])
+    widths = tuple(store.d_in for store in stores)
+    assert widths == (24, WIDTH)
+    eye, zeros = torch.eye(sum(widths)), torch.zeros(sum(widths))
+    exact = SAE(eye, zeros, eye.clone(), zeros.clone(), TopK(k=sum(widths)), widths=widths)
+    measures = saecli.evaluate(exact, saecli.join(*stores), model=str(wide), home=sae.home)
+    for effect in (measures, *measures["hook_points"]):
+        assert effect["ce_spliced"] == pytest.approx(effect["ce_clean"], rel=1e-6)
+        assert effect["kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_crosscoder_of_two_models_is_spliced_into_each(
