@@ -14,7 +14,6 @@ from ..base.home import Home
 from ..base.processes import ALONE
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
-from ..store.values import DTYPES
 from .extraction import Extraction, resolved
 from .forward import Ahead, demand_some, in_groups
 from .options import TINY_GEMMA2, ExtractConfig, at_revisions, last_layer
@@ -95,7 +94,7 @@ def open_stream(
     def blocks(
         show: Callable[[int, int], None],
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-        admission, dtype = Admission(meta), DTYPES[config.dtype]
+        admission = Admission(meta)
         stored = offered = 0
         with Ahead(extraction.blocks()) as ahead:
             for group in in_groups(ahead, forward.tokens, config.rows):
@@ -105,16 +104,12 @@ def open_stream(
                         listener.note(words)
                     if not activations:  # all its documents were left out
                         continue
-                    rows = admission.rows(activations[request.point])
+                    rows = activations[request.point]
                     admitted = admission.verdicts(rows) == ADMITTED
-                    rows = rows[admitted]
-                    stored, offered = stored + len(rows), block.offered
+                    stored, offered = stored + int(admitted.sum()), block.offered
                     # bfloat16 has the range of float32: another type would not help
                     demand_some(stored, "float32", offered, 1)
-                    yield (
-                        rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
-                        block.columns["document"][admitted],
-                    )
+                    yield rows[admitted], block.columns["document"][admitted]
         demand_some(stored, "float32", offered, 1, ended=True)
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
