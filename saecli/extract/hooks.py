@@ -215,15 +215,12 @@ class Modules:
 
         with ExitStack() as hooks:
             if point.site == "resid_mid":
-                hooks.callback(around.register_forward_hook(on_block, prepend=True).remove)
-            hooks.callback(around.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            hooks.callback(
-                (
-                    module.register_forward_pre_hook(on_input, with_kwargs=True)
-                    if side == "in"
-                    else module.register_forward_hook(on_output)
-                ).remove
-            )
+                hooks.enter_context(around.register_forward_hook(on_block, prepend=True))
+            hooks.enter_context(around.register_forward_pre_hook(begin, with_kwargs=True))
+            if side == "in":
+                hooks.enter_context(module.register_forward_pre_hook(on_input, with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_hook(on_output))
             yield
 
 

@@ -54,8 +54,8 @@ def modules_document(model: str, revision: str | None, device: str) -> dict[str,
     with ExitStack() as hooks:
         for path, module in modules.model.named_modules():
             if path:
-                handle = module.register_forward_hook(partial(note, path), with_kwargs=True)
-                hooks.callback(handle.remove)
+                hook = module.register_forward_hook(partial(note, path), with_kwargs=True)
+                hooks.enter_context(hook)
         ones = torch.ones(WINDOWS, TOKENS, dtype=torch.int64)
         loaded.forward(ones, ones)
     return {"model": loaded.source.name, "modules": lines}

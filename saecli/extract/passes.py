@@ -90,10 +90,10 @@ class Passes:
                 opened.enter_context(_repeating(self.model.blocks, below))
             for blocks in keep:
                 last = self.model.blocks[blocks - 1]
-                opened.callback(last.register_forward_hook(partial(note, blocks)).remove)
+                opened.enter_context(last.register_forward_hook(partial(note, blocks)))
             for point, hook in (hooks or {}).items():
                 opened.enter_context(self.model.modules.intercepted(point, partial(hook, point)))
-            opened.callback(self._head.register_forward_pre_hook(reach).remove)
+            opened.enter_context(self._head.register_forward_pre_hook(reach))
             try:
                 self.model.forward(token_ids, mask)
             except Reached:
@@ -112,8 +112,8 @@ class Passes:
         def swap(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
             return (states[None],)
 
-        with _repeating(self.model.blocks, self._one_token), ExitStack() as opened:
-            opened.callback(self._head.register_forward_pre_hook(swap).remove)
+        swapped = self._head.register_forward_pre_hook(swap)
+        with swapped, _repeating(self.model.blocks, self._one_token):
             return self.model.forward(token_ids, mask).logits[0]
 
     @torch.no_grad()

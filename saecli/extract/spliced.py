@@ -150,8 +150,8 @@ def splices(
                 raise modules.never_ran(part.at.written)
 
     with ExitStack() as opened:
-        opened.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        opened.callback(model.register_forward_hook(end).remove)
+        opened.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
+        opened.enter_context(model.register_forward_hook(end))
         # An SAE that reads where another one writes reads what that one leaves.
         for hook_point, hook in [
             *((part.at.written, part.write) for part in parts),

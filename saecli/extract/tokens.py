@@ -4,6 +4,7 @@ Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -85,18 +86,14 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
         if isinstance(output, Tensor):
             outputs.append((module, output))
 
-    hooks = [
-        module.register_forward_hook(note)
-        for module in model.model.modules()
-        if "norm" in type(module).__name__.lower()
-    ]
-    hooks.append(head.register_forward_pre_hook(lambda module, args: taken.append(args[0])))
-    try:
+    with ExitStack() as hooks:
+        for module in model.model.modules():
+            if "norm" in type(module).__name__.lower():
+                hooks.enter_context(module.register_forward_hook(note))
+        take = head.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+        hooks.enter_context(take)
         token_ids = torch.zeros(1, 1, dtype=torch.int64)
         model.logits(token_ids, torch.ones_like(token_ids))
-    finally:
-        for hook in hooks:
-            hook.remove()
     D = head.weight.shape[1]
     signs = torch.ones(D, dtype=model.dtype, device=model.device)
     norm = next(
