@@ -29,7 +29,7 @@ from ..base.errors import ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
 from .hooks import Modules, blocks_of
 from .model_objects import LoadedSource
-from .model_source import UNLOADABLE, ModelSource, dense, explained, no_tokenizer, place_of
+from .model_source import UNLOADABLE, ModelSource, explained, from_pretrained, no_tokenizer
 from .options import HookPoint
 from .reads import loaded_norm_factors, norm_factors, weights_read
 
@@ -110,7 +110,7 @@ class LanguageModel:
         self.model, self.tokenizer = source.model, source.tokenizer
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
-        self.modules = Modules(self.model, blocks_of(self.model, source.layers, source.name))
+        self.modules = modules_of(source)
         self.size = sum(parameter.numel() for parameter in self.model.parameters())
 
     def _demand_tokens(self) -> None:
@@ -318,10 +318,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     if isinstance(source, LoadedSource):
         return source.tokenizer
     try:
-        with place_of(source.location) as (place, chosen):
-            tokenizer = AutoTokenizer.from_pretrained(
-                place, local_files_only=True, trust_remote_code=False, **chosen
-            )
+        tokenizer = from_pretrained(AutoTokenizer, source.location)
     except Exception as error:  # the package tokenizers raises nothing more special
         raise explained(source.name, error, "tokenizer of") from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
@@ -347,16 +344,14 @@ class Outline:
         loaded: Any = type(self._whole)
         if blocks < self._source.layers and not self._shares_after(blocks):
             loaded = _cut(loaded, self.path, blocks)
-        with place_of(self._source.location) as (place, chosen):
-            model, info = loaded.from_pretrained(
-                place,
-                config=self._whole.config,
-                local_files_only=True,
-                output_loading_info=True,
-                **self._settings,
-                ignore_mismatched_sizes=True,  # else the error names none
-                **(chosen | dense() if chosen else {}),
-            )
+        model, info = from_pretrained(
+            loaded,
+            self._source.location,
+            config=self._whole.config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # else the error names none
+            **self._settings,
+        )
         for name, *shapes in sorted(info["mismatched_keys"]):
             raise ModelError(
                 f"cannot load the model {self._source.name}: expected weights of shape {tuple(shapes[1])} "

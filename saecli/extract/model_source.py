@@ -7,8 +7,8 @@ import fnmatch
 import io
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Collection, Iterable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,7 +91,9 @@ class ModelSource:
     """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
 
     name: str  # as the user gave it, without a revision
-    location: str  # argument of `place_of`; of a hub model in the client's cache, at first without weights
+    location: (
+        str  # a folder or GGUF file; of a hub model in the client's cache, at first without weights
+    )
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
     content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
@@ -270,11 +272,7 @@ def _blob_of(path: Path) -> str:
 
 def _config(name: str, location: str) -> Any:
     try:
-        # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
-        with place_of(location) as (place, chosen):
-            config = AutoConfig.from_pretrained(
-                place, local_files_only=True, trust_remote_code=False, **chosen
-            )
+        config = from_pretrained(AutoConfig, location)
     except UNLOADABLE as error:
         raise explained(name, error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
@@ -349,10 +347,13 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
     if named_file(name) and isinstance(error, ImportError):
         return ModelError(f"cannot read {name}: {reason}; run `pip install 'saecli[gguf]'`")
     if named_file(name):
+        reason = re.sub(
+            rf"[^\s'\"]*{GGUF_FOLDER}[^/]*/", "", reason
+        )  # without the temporary folder
         return ModelError(
             f"cannot load {name}: expected a whole GGUF file of a causal language model that transformers "
-            f"reads, got one that fails with {type(error).__name__} ({without_folder(reason)}); download "
-            f"it again, or use another"
+            f"reads, got one that fails with {type(error).__name__} ({reason}); download it again, or use "
+            f"another"
         )
     return ModelError(
         f"cannot load the {part} {name}: {reason}; give the files of a Hugging Face causal language "
@@ -401,25 +402,17 @@ def notes_on(path: Path) -> tuple[str, ...]:
     return tuple(notes)
 
 
-@contextmanager
-def place_of(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """While open, the first argument of `from_pretrained` and those by name. A GGUF file gets a folder of its own: from
-    the files next to it transformers would take another model's tokenizer."""
+def from_pretrained(kind: Any, location: str, **settings: Any) -> Any:
+    """`kind.from_pretrained` of a folder, or of a GGUF file in a folder of its own: from the files next to it
+    transformers would take another model's tokenizer."""
+    # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
+    settings |= {"local_files_only": True, "trust_remote_code": False}
     path = named_file(location)
     if path is None:
-        yield location, {}
-        return
+        return kind.from_pretrained(location, **settings)
+    if issubclass(kind, transformers.PreTrainedModel):
+        settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # The reader draws progress bars that no setting of transformers hides.
     with TemporaryDirectory(prefix=GGUF_FOLDER) as folder, redirect_stderr(io.StringIO()):
         Path(folder, path.name).symlink_to(path.resolve())
-        yield folder, {"gguf_file": path.name}
-
-
-def without_folder(message: str) -> str:
-    """A message without the path of the folder of `place_of`."""
-    return re.sub(rf"[^\s'\"]*{GGUF_FOLDER}[^/]*/", "", message)
-
-
-def dense() -> dict[str, Any]:
-    """Arguments of `from_pretrained` that make all weights dense."""
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+        return kind.from_pretrained(folder, gguf_file=path.name, **settings)
