@@ -8,6 +8,7 @@ Shapes: B windows, T tokens, D = d_in.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import product
 from os.path import commonpath
 from typing import Any, cast
@@ -112,6 +113,7 @@ class Modules:
             raise self._unknown(name)
         return [self._point(path, side, model) for path in paths]
 
+    @cached_property
     def sites(self) -> dict[tuple[str, str], str]:
         """The known sites by path and side of their modules; the first of several."""
         found: dict[tuple[str, str], str] = {}
@@ -150,10 +152,8 @@ class Modules:
         match = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)(?:\.(.+))?", path)
         if match is None:
             return HookPoint(None, f"{self.name(path)}:{side}", model)
-        layer, part = int(match[1]), (match[2] or "", side)
-        block = self.blocks[layer]
-        known = (site for site in SITES if _part_at(block, site) == part)
-        return HookPoint(layer, next(known, ":".join(part)), model)
+        site = self.sites.get((path, side), f"{match[2] or ''}:{side}")
+        return HookPoint(int(match[1]), site, model)
 
     @contextmanager
     def intercepted(self, point: HookPoint, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:

@@ -29,7 +29,6 @@ def modules_document(model: str, revision: str | None, device: str) -> dict[str,
     """
     loaded = LanguageModel(find_model(model, revision), device_named(device))
     modules = loaded.modules
-    sites = modules.sites()
     in_block = re.compile(rf"{re.escape(modules.path)}\.(\d+)(?:\.|$)")
     lines: list[dict[str, Any]] = []
 
@@ -42,7 +41,7 @@ def modules_document(model: str, revision: str | None, device: str) -> dict[str,
             if (key := first_tensor(values)) is not None:
                 shape = list(values[key].shape)
                 d_in = shape[-1] if is_of_tokens(values[key], [WINDOWS, TOKENS]) else None
-                line[side] = {"shape": shape, "d_in": d_in, "site": sites.get((path, side))}
+                line[side] = {"shape": shape, "d_in": d_in, "site": modules.sites.get((path, side))}
         alike = (other for other in lines if {**other, "layers": []} == line)
         line = next(alike, line)
         if line not in lines:

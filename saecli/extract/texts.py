@@ -80,6 +80,11 @@ def text_of(row: Any, column: str, where: str) -> str:
     return text or ""
 
 
+def _whole(row: Any, column: str, where: str) -> Any:
+    """The row itself."""
+    return row
+
+
 @dataclass(frozen=True)
 class TextSource:
     """Where documents come from; config, split and revision are those of a hub dataset."""
@@ -132,29 +137,19 @@ class TextSource:
         if not self.chat:
             return self
         try:
-            row = self._first_row()
+            row = next(replace(self, read=_whole).documents()).text
         except ModelError as error:
             if not self.on_hub or why_unreachable() is None:
                 raise
             return replace(self, asked=self.column, unread=str(error))
         names = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
-        column = next((name for name in names if name in row), self.column)
-        messages = row.get(column)
+        values = row if isinstance(row, dict) else {}  # a line may hold something else
+        column = next((name for name in names if name in values), self.column)
+        messages = values.get(column)
         is_chat = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
         return replace(
             self, asked=self.column, column=column if is_chat else self.column, chat=is_chat
         )
-
-    def _first_row(self) -> dict[str, Any]:
-        """The first row by column; of a line that holds no JSON object, none."""
-        rows: list[Any] = []
-
-        def read(row: Any, column: str, where: str) -> str:
-            rows.append(row)
-            return ""
-
-        next(replace(self, read=read).documents())
-        return rows[0] if isinstance(rows[0], dict) else {}
 
     def identity(self, asked: bool = False) -> dict[str, Any]:
         """What determines the documents, a JSON object; with `asked` as known before `recognised`, and so the same
