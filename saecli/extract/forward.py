@@ -87,10 +87,9 @@ class Forward:
         order = np.argsort(-lengths, kind="stable")
         while len(order):
             chosen = order[: self._batch_windows(lengths[order])]
-            token_ids, mask, kept = padded([stored[number] for number in chosen])
             numbers = torch.from_numpy(np.concatenate([rows_of[number] for number in chosen]))
             try:
-                parts = self._read(token_ids, mask, kept, points)
+                parts = self._read([stored[number] for number in chosen], points)
                 if not gathered:
                     gathered = [rows.new_empty(int(ends[-1]), rows.shape[1]) for rows in parts]
                 for all_rows, rows in zip(gathered, parts, strict=True):
@@ -102,7 +101,7 @@ class Forward:
                 fits = False
             if fits:
                 order = order[len(chosen) :]
-                show(int(mask.sum()), len(numbers))
+                show(int(lengths[chosen].sum()), len(numbers))
             else:  # outside the except clause, where the error has released the tensors of its frames
                 self._halve(len(chosen), int(lengths[chosen[0]]))
         return dict(zip(points, map(_on_host, gathered), strict=True))
@@ -112,9 +111,8 @@ class Forward:
         similar = int(np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right"))
         return max(1, min(similar, self.tokens // int(lengths[0])))
 
-    def _read(
-        self, token_ids: Tensor, mask: Tensor, kept: Tensor, points: Sequence[HookPoint]
-    ) -> list[Tensor]:
+    def _read(self, windows: Sequence[StoredWindow], points: Sequence[HookPoint]) -> list[Tensor]:
+        token_ids, mask, kept = padded(windows)
         positions = moved(kept.flatten().nonzero()[:, 0], self._model.device)
 
         def take(activations: Tensor) -> Tensor:

@@ -265,9 +265,7 @@ class CleanPass:
     def losses(self, states: Tensor) -> Tensor:
         """The cross-entropy of the next token, (n,) float32, given inputs of the head; 0 where there is none."""
         losses = [
-            functional.cross_entropy(
-                logits.float(), self.next_tokens[rows], ignore_index=NO_NEXT, reduction="none"
-            )
+            self._losses(logits.float().log_softmax(-1), rows)
             for block in self._blocks()
             for rows, logits in self._cached(block, self.passes.logits(states[block]))
         ]

@@ -93,7 +93,11 @@ def store_requests(
         )
     labels = _labels(points, models)
     identities = [model.identity() for model in models]
-    chat = _chat_options(config)
+    template = config.template()
+    chat = {
+        "control_tokens": config.control_tokens,
+        "chat_template": template and hash_request({"": template}),
+    }
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
     if text.chat:
         common |= chat
@@ -174,11 +178,3 @@ def _labels(points: Sequence[HookPoint], models: Sequence["ModelSource"]) -> dic
 def _label(point: HookPoint) -> str:
     site = point.site.replace(":", "-")
     return site if point.layer is None else f"l{point.layer}-{site.lstrip('-')}"
-
-
-def _chat_options(config: ExtractConfig) -> dict[str, Any]:
-    template = config.template()
-    return {
-        "control_tokens": config.control_tokens,
-        "chat_template": template and hash_request({"": template}),
-    }

@@ -168,12 +168,9 @@ class SplicedCodes(Mapping[Hashable, Tensor]):
         self._parts = parts
 
     def __getitem__(self, key: Hashable) -> Tensor:
-        if key in self._parts:
-            part = self._parts[key]
-        elif isinstance(key, int) and 0 <= key < len(self):
-            part = [*self._parts.values()][key]
-        else:
-            raise KeyError(key)
+        if key not in self._parts and isinstance(key, int) and 0 <= key < len(self):
+            key = [*self._parts][key]
+        part = self._parts[key]
         if part.codes is None:
             raise ConfigError(f"there are no codes of {part.at.name} yet: run the model first")
         return part.codes
