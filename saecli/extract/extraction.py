@@ -247,18 +247,16 @@ class Extraction:
     def _read_chats(self) -> None:
         config = self.config
         chats = Chats(self.model.tokenizer, config.template(), config.model)
-        sources = [
-            replace(source, read=chats.read) if source.chat else source
-            for source in self.text.sources
-        ]
-        self.text = replace(self.text, sources=tuple(sources))
         template = config.chat_template or f"the chat template of {config.model}"
-        for source in sources:
+        sources = list(self.text.sources)
+        for number, source in enumerate(sources):
             if source.chat:
+                sources[number] = replace(source, read=chats.read)
                 self.listener.note(
                     f"{source.dataset} holds chats in its column {source.column!r}, which go through "
                     f"{template}"
                 )
+        self.text = replace(self.text, sources=tuple(sources))
 
     def forward(self) -> Forward:
         tokens = pass_tokens(self.all.device)

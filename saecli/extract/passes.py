@@ -138,7 +138,6 @@ class Passes:
 def _repeating(blocks: nn.ModuleList, below: Below) -> Iterator[None]:
     """While open, the first of the blocks do nothing, and return a copy of what the last of them returned."""
     repeating = list(blocks)[: below.blocks]
-    before = [vars(block).get("forward") for block in repeating]
 
     def repeat(*args: Any, **kwargs: Any) -> Any:
         return _copied(below.output)  # a model may add to it in place
@@ -148,11 +147,8 @@ def _repeating(blocks: nn.ModuleList, below: Below) -> Iterator[None]:
     try:
         yield
     finally:
-        for block, forward in zip(repeating, before, strict=True):
-            if forward is None:
-                del vars(block)["forward"]
-            else:
-                vars(block)["forward"] = forward
+        for block in repeating:
+            del vars(block)["forward"]
 
 
 def _copied(output: Any) -> Any:

@@ -137,6 +137,7 @@ class Windows:
     def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
         for document in documents:
             tokens, turns = self._tokens(document)
+            number = document.number
             while token < len(tokens):
                 start = token + self._begun(document, tokens[token:])
                 token = min(start + self._room, len(tokens))
@@ -146,11 +147,9 @@ class Windows:
                 ):
                     token = turn
                 ended = self._positions == "last" or token == len(tokens)
-                prefix, suffix = (
-                    _added(ids, document.number) for ids in (self.prefix, self.suffix)
-                )
-                after = Cursor(document.number + ended, 0 if ended else token, document.mark)
-                yield self._window([prefix, tokens[start:token], suffix], after)
+                after = Cursor(number + ended, 0 if ended else token, document.mark)
+                parts = [_added(self.prefix, number), tokens[start:token]]
+                yield self._window([*parts, _added(self.suffix, number)], after)
                 if ended:
                     break
             token = 0
