@@ -121,10 +121,6 @@ class Windows:
                 "EOS; leave it out"
             )
 
-    def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
-        """The windows from a token of the first document on."""
-        return self._pack(documents, token) if self._packed else self._part(documents, token)
-
     def taken(self) -> Counter[str]:
         """What was left out since this was last asked."""
         left_out, self.left_out = self.left_out, Counter()
@@ -132,52 +128,41 @@ class Windows:
 
     def rows(self, document: Document) -> int:
         """Number of rows of a document, packed or not."""
-        return sum(int(window.kept.sum()) for window in self._part([document], 0))
+        return sum(int(window.kept.sum()) for window in self._cut([document], 0, packed=False))
 
-    def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
+    def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
+        """The windows from a token of the first document on."""
+        return self._cut(documents, token, self._packed)
+
+    def _cut(self, documents: Iterable[Document], token: int, packed: bool) -> Iterator[Window]:
+        parts: list[np.ndarray] = []  # of a window
+        room = 0
         for document in documents:
             tokens, turns = self._tokens(document)
             number = document.number
             while token < len(tokens):
-                start = token + self._begun(document, tokens[token:])
-                token = min(start + self._room, len(tokens))
-                if (
-                    token < len(tokens)
-                    and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start
-                ):
-                    token = turn
-                ended = self._positions == "last" or token == len(tokens)
-                after = Cursor(number + ended, 0 if ended else token, document.mark)
-                parts = [_added(self.prefix, number), tokens[start:token]]
-                yield self._window([*parts, _added(self.suffix, number)], after)
-                if ended:
-                    break
-            token = 0
-
-    def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
-        beginning = _added(self.prefix, -1)
-        parts, room = [beginning], self._room
-        for document in documents:
-            tokens, _ = self._tokens(document)
-            number = document.number
-            while token < len(tokens):
-                if len(parts) == 1:
+                if not parts:
+                    parts, room = [_added(self.prefix, number)], self._room
                     token += self._begun(document, tokens[token:])
                 elif token == 0:
                     parts.append(_added(self._separator, number))
                     room -= len(self._separator)
-                taken = tokens[token : token + room]
-                token += len(taken)
-                parts.append(taken)
-                room -= len(taken)
-                ended = token == len(tokens)
+                start, token = token, min(token + room, len(tokens))
+                if token < len(tokens) and not packed:
+                    begun = turns[bisect_right(turns, start) : bisect_right(turns, token)]
+                    token = max(begun, default=token)
+                parts.append(tokens[start:token])
+                room -= token - start
+                ended = self._positions == "last" or token == len(tokens)
                 after = Cursor(number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
-                if room <= (len(self._separator) if ended else 0):
+                if not packed or room <= (len(self._separator) if ended else 0):
                     yield self._window([*parts, _added(self.suffix, number)], after)
-                    parts, room = [beginning], self._room
+                    parts = []
+                if ended:
+                    break
             token, end = 0, Cursor(number + 1, 0, document.mark)
-        if len(parts) > 1:
+        if parts:
             yield self._window([*parts, _added(self.suffix, number)], end)
 
     def _tokens(self, document: Document) -> tuple[np.ndarray, list[int]]:
