@@ -37,7 +37,6 @@ Activations = Mapping[HookPoint, np.ndarray]  # of a block: (R, D) in document o
 
 
 def pass_tokens(device: torch.device) -> int:
-    """Tokens of one forward pass."""
     return GPU_TOKENS if device.type == "cuda" else CPU_TOKENS
 
 
@@ -107,7 +106,7 @@ class Forward:
         return dict(zip(points, map(_on_host, gathered), strict=True))
 
     def _batch_windows(self, lengths: np.ndarray) -> int:
-        """How many of the windows with these descending lengths make a batch."""
+        """The number of windows of a batch, given descending lengths."""
         similar = int(np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right"))
         return max(1, min(similar, self.tokens // int(lengths[0])))
 

@@ -100,7 +100,6 @@ class Modules:
         return f"{self.model.base_model_prefix}.{path}" if is_base else path
 
     def named(self, point: HookPoint) -> str:
-        """A hook point's module by name, with its side."""
         path, side = self.at(point)
         return f"{self.name(path)}:{side}"
 
@@ -131,7 +130,6 @@ class Modules:
         )
 
     def _named(self, pattern: str) -> list[str]:
-        """The paths of the modules with such a name."""
         wanted = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
         return [
             path

@@ -136,7 +136,6 @@ class LanguageModel:
 
     @property
     def notes(self) -> list[str]:
-        """What a user may not expect of its files."""
         notes = list(self.source.notes)
         own = self.tokenizer.bos_token_id
         declared = getattr(self.source.config.get_text_config(), "bos_token_id", None)
@@ -248,7 +247,6 @@ def _predicts_masked(source: ModelSource) -> bool:
 
 
 def _with_head(source: ModelSource) -> Any:
-    """The library's class for a model that predicts the next token."""
     for mapping, loader in (
         (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),

@@ -108,7 +108,6 @@ class HookPoint(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether it is a site of a block, or names a module."""
         return ":" in self.site or (self.layer is not None and self.site in SITES)
 
     @property
@@ -118,7 +117,6 @@ class HookPoint(NamedTuple):
 
     @property
     def place(self) -> dict[str, Any]:
-        """Layer and site by name."""
         return {"layer": self.layer, "site": self.site}
 
 
@@ -250,12 +248,10 @@ class ExtractConfig(Config):
 
     @property
     def window(self) -> int:
-        """`context`, or its default."""
         return self.context or DEFAULT_CONTEXT
 
     @property
     def begins(self) -> bool:
-        """Whether windows begin with BOS also where the tokenizer puts none before a text."""
         return self.prepend_bos == "on"
 
     def text(self, given: Set[str]) -> Mixture:
@@ -319,7 +315,6 @@ class ExtractConfig(Config):
             )
 
     def template(self) -> str | None:
-        """The text of the file `chat_template`."""
         if self.chat_template is None:
             return None
         try:
@@ -331,7 +326,6 @@ class ExtractConfig(Config):
 
 
 def _takes(option: str, dataset: str) -> bool:
-    """Whether an option does something with a dataset."""
     if option == "mix":
         return True
     without = LOCAL_SUFFIXES if option.startswith("dataset_") else (".txt",)

@@ -51,7 +51,7 @@ class Below(NamedTuple):
 
 
 class Passes:
-    """The two parts of a language model's forward pass; it must be loaded with its head."""
+    """A language model's forward pass in two parts; it must be loaded with its head."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self._head = model, model.model.get_output_embeddings()

@@ -67,12 +67,10 @@ def demand_same_tokens(
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A requested store; `hash` identifies a finished store of the same rows."""
-
     point: HookPoint
     folder: Path
     source: dict[str, Any]  # the entries of `store.json` that determine its rows
-    hash: str
+    hash: str  # by which a finished store of the same rows is recognised
 
 
 def store_requests(

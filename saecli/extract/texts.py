@@ -69,7 +69,6 @@ def value_of(row: Any, column: str, where: str) -> Any:
 
 
 def text_of(row: Any, column: str, where: str) -> str:
-    """The text in a column of a row."""
     text = value_of(row, column, where)
     if text is not None and not isinstance(text, str):
         columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
@@ -81,7 +80,6 @@ def text_of(row: Any, column: str, where: str) -> str:
 
 
 def _whole(row: Any, column: str, where: str) -> Any:
-    """The row itself."""
     return row
 
 
@@ -152,8 +150,7 @@ class TextSource:
         )
 
     def identity(self, asked: bool = False) -> dict[str, Any]:
-        """What determines the documents, a JSON object; with `asked` as known before `recognised`, and so the same
-        without a network."""
+        """What determines the documents; with `asked` as known before `recognised`, the same without a network."""
         column = (self.asked if asked else None) or self.column
         if self.dataset == STDLIB_DOCS:
             return {
@@ -180,8 +177,8 @@ class TextSource:
     def documents(
         self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
     ) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` is
-        called with a message on skipped lines of a .jsonl file."""
+        """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` tells
+        of skipped lines of a .jsonl file."""
         is_empty = start == 0
         for document in self._documents(start, mark, note):
             is_empty = False

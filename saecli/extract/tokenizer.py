@@ -93,7 +93,6 @@ def special_ids(tokenizer: Any, control: bool) -> set[int]:
 
 
 def _pads_with_word(tokenizer: Any) -> bool:
-    """Whether the padding token is a word, which texts may hold."""
     others = ("bos", "eos", "unk", "sep", "cls", "mask")
     pad = tokenizer.pad_token_id
     if pad is None or pad in [getattr(tokenizer, f"{name}_token_id") for name in others]:
