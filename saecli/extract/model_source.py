@@ -91,9 +91,7 @@ class ModelSource:
     """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
 
     name: str  # as the user gave it, without a revision
-    location: (
-        str  # a folder or GGUF file; of a hub model in the client's cache, at first without weights
-    )
+    location: str  # a folder or file; of a hub model in the client's cache, at first no weights
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
     content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
