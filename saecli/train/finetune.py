@@ -24,7 +24,7 @@ from ..extract.splice import (
     Hooked,
     StoredWindow,
     check_rows,
-    check_token_ids,
+    check_vocabulary,
     hooked,
     model_of,
     stored_windows,
@@ -187,7 +187,7 @@ def _read_text(
     train, test = split_kept_out(stores.inputs[0], seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
-    check_token_ids(train, model)
+    check_vocabulary(train, model)
     windows = [*stored_windows(train, tokens)]
     return SplicedText(Passes(model), acts, windows, [*stored_windows(test, TEST_TOKENS)])
 
