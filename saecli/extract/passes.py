@@ -279,8 +279,7 @@ class CleanPass:
                 losses.append(self._losses(log_p, rows))
             for number, other in enumerate(others):
                 logits = self.passes.logits(other[block])
-                both = zip(self._cached(block, clean), self._cached(block, logits), strict=True)
-                for (rows, log_p), (_, part) in both:
+                for rows, log_p, part in self._cached(block, clean, logits):
                     log_q = part.float().log_softmax(-1)
                     sums[0, number] += self._losses(log_q, rows).sum()
                     sums[1, number] += log_q.sub_(log_p).mul_(log_p.exp()).sum().neg()
@@ -297,10 +296,8 @@ class CleanPass:
             slopes = torch.empty_like(logits)
             with torch.no_grad():
                 clean = self.passes.logits(self.states[block]) if objective == "kl" else logits
-            both = zip(
-                self._cached(block, logits.detach()), self._cached(block, clean), strict=True
-            )
-            for (rows, part), (_, clean_part) in both:
+            parts = self._cached(block, logits.detach(), clean, slopes)
+            for rows, part, clean_part, slope_part in parts:
                 log_q = part.float().log_softmax(-1)
                 if objective == "kl":
                     log_p = clean_part.float().log_softmax(-1)
@@ -312,7 +309,7 @@ class CleanPass:
                     slope = log_q.exp_()
                     slope -= functional.one_hot(self.next_tokens[rows].clamp(min=0), slope.shape[1])
                     slope[self.next_tokens[rows] == NO_NEXT] = 0
-                slopes[rows.start - block.start : rows.stop - block.start] = slope
+                slope_part.copy_(slope)
             (gradient[block],) = torch.autograd.grad(logits, own, slopes)
         return total, gradient
 
@@ -325,11 +322,12 @@ class CleanPass:
         """Rows whose logits are computed at once."""
         yield from _slices(0, len(self.states), BLOCK_LOGITS // self.passes.model.vocabulary)
 
-    def _cached(self, block: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of a block, and their logits, that stay in a CPU's cache."""
-        at_once = CACHED_LOGITS if logits.device.type == "cpu" else BLOCK_LOGITS
-        for rows in _slices(block.start, block.stop, at_once // logits.shape[1]):
-            yield rows, logits[rows.start - block.start : rows.stop - block.start]
+    def _cached(self, block: slice, *logits: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Rows of a block, and their part of each of its logits, that stay in a CPU's cache."""
+        at_once = CACHED_LOGITS if logits[0].device.type == "cpu" else BLOCK_LOGITS
+        for rows in _slices(block.start, block.stop, at_once // logits[0].shape[1]):
+            own = slice(rows.start - block.start, rows.stop - block.start)
+            yield rows, *(each[own] for each in logits)
 
 
 def hidden_tokens(windows: Sequence[StoredWindow], replaced: Tensor) -> Tensor:
