@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
 from saecli.extract.language_model import LanguageModel
+from saecli.extract.options import HookPoint
+from saecli.extract.passes import CleanPass, Passes
 from saecli.extract.splice import StoredWindow, stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows
@@ -86,6 +88,10 @@ def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
     for effect in (measures, *measures["hook_points"]):
         assert effect["ce_spliced"] == pytest.approx(effect["ce_clean"], rel=1e-6)
         assert effect["kl"] == pytest.approx(0, abs=1e-6)
+    places = tuple(HookPoint(LAYER, site) for site in ("attn_z", "resid_post"))
+    model = loaded(wide, head=True)
+    clean = CleanPass(Passes(model), cut(model, documents()[:9]), places, places)
+    torch.testing.assert_close(clean.spliced(clean.x), clean.states)
 
 
 def test_a_crosscoder_of_two_models_is_spliced_into_each(
