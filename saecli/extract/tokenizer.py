@@ -233,21 +233,19 @@ class Conversation:
                         "as it is; name a template with {% generation %} with --chat-template"
                     )
                 continue
-            first, after = bisect_right(ends, span[0]), bisect_left(starts, span[1])
+            first, last = bisect_right(ends, span[0]), bisect_left(starts, span[1])
+            after = last
             if after < len(token_ids) and token_ids[after] in self.chats.control:
                 after += 1  # ends the turn
-                last = after if role == ASSISTANT else after - 1
-            else:
-                last = after
+                last += role == ASSISTANT
             if not marked:
                 roles[first:last] = [role] * (last - first)
             while after < len(token_ids) and self.rendered[starts[after] : ends[after]].isspace():
                 after += 1
             turns.append(after)
         if self.chats.marks_assistant:
-            for index, is_assistant in enumerate(tokenized["assistant_masks"]):
-                if is_assistant:
-                    roles[index] = ASSISTANT
+            said = zip(roles, tokenized["assistant_masks"], strict=True)
+            roles = [ASSISTANT if is_assistant else role for role, is_assistant in said]
         skipped = len(prefix) if token_ids[: len(prefix)] == prefix else 0
         return token_ids[skipped:], roles[skipped:], [turn - skipped for turn in turns]
 
