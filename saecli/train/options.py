@@ -50,8 +50,7 @@ CALIBRATION_ROWS = 4096
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
-# Fraction of all steps after which the decoder may be released; with fewer steps than this earlier, in proportion.
-RELEASE, RELEASE_STEPS = 0.5, 2000
+RELEASE = 0.5  # fraction of all steps after which the decoder may be released
 RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is held to the end
 VECTORS = 2  # of the optimiser per trained weight, besides the weight and its gradient
 
@@ -454,8 +453,8 @@ class PamSgd(Revival, ClosedForm):
         Fraction | Literal["auto"],
         Shown(
             "Fraction of steps after which W_dec is also trained by gradient. auto: "
-            f"{RELEASE}, less below {RELEASE_STEPS:,} steps, if alpha is then below {RELEASED_BELOW} of "
-            "the mean Gram diagonal, else and for matching-pursuit never; 0 for transcoders. 1: never.",
+            f"{RELEASE}, if alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else and for "
+            "matching-pursuit never; 0 for transcoders. 1: never.",
             advanced=True,
         ),
     ] = "auto"

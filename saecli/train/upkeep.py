@@ -22,7 +22,7 @@ from torch import Tensor
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
 from .decoder_step import Kind, Moments, Pass, settles
-from .options import RELEASE, RELEASE_STEPS, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
+from .options import RELEASE, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
 from .pam_sgd import DecoderStep, PamSolver
 from .ridge import DecoderState, Terms
 from .solver import DECODER_STEPS, Task
@@ -73,7 +73,7 @@ class PamSgdSolver(PamSolver):
         # Matching pursuit explains rows by the encoder's directions: on docstrings FVU is 0.100 held, 0.107 released.
         if self.dictionary.activation.one_scale:
             return 1.0
-        return RELEASE * min(1, self.task.steps / RELEASE_STEPS)
+        return RELEASE
 
     @property
     def decides(self) -> bool:

@@ -46,15 +46,12 @@ def data() -> RowsInMemory:
         (PamSgd(decoder_every=10, release=1.0), {}, "10:32c 20:32c 30:32c 40:32 50:40cl"),
         (PamSgd(decoder_every=4), {"steps": 15}, "4:32c 8:32cr 12:32c 15:40cl"),
         (PamSgd(), {"steps": 1}, "1:40cl"),
-        # A fifth of the steps of a release half way.
-        (PamSgd(decoder_every=10), {"few": 250}, "10:32cr 20:32c 30:32c 40:32 50:40cl"),
         (Pam(), {}, "10:40c 20:40c 30:40c 40:40 50:40c"),
         (Pam(alpha=1.0), {"steps": 15}, "10:40 15:40"),
         (Pam(decoder_first=True), {}, "0:40c 10:40c 20:40c 30:40 40:40c"),
     ],
 )
-def test_the_schedule_of_decoder_steps(config, more, expected, monkeypatch):
-    monkeypatch.setattr("saecli.train.upkeep.RELEASE_STEPS", more.get("few", 1))
+def test_the_schedule_of_decoder_steps(config, more, expected):
     steps, smoothing = more.get("steps", 50), more.get("smoothing", 0.0)
     task = task_of(ROWS.rows, steps, batches=10, sample=ROWS.x, smoothing=smoothing)
     initial = initial_sae(Relu(), F, Batch.of(normal(64, 2)), seed=1)
@@ -111,8 +108,7 @@ def test_training_makes_every_scheduled_step_and_ends_on_the_last(config, steps,
 
 
 @pytest.mark.parametrize("relative", [0.5, 2.0])
-def test_auto_releases_half_way_if_alpha_is_small(data, relative, monkeypatch):
-    monkeypatch.setattr("saecli.train.upkeep.RELEASE_STEPS", 1)
+def test_auto_releases_half_way_if_alpha_is_small(data, relative):
     first = started(PamSgd(decoder_every=10), data, TopK(k=3), 6)
     one_epoch(first, data)
     diagonal = first.alpha / first.figures["relative_alpha"]

@@ -110,8 +110,7 @@ def test_a_penalty_does_not_drive_codes_to_nothing_in_150_iterations(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weight", [30.0, 3000.0, 1e6])
-def test_a_penalty_too_strong_for_any_code_ends_them_all(data, weight, monkeypatch):
-    monkeypatch.setattr("saecli.train.upkeep.RELEASE_STEPS", 1)
+def test_a_penalty_too_strong_for_any_code_ends_them_all(data, weight):
     sae = trained(started(PamSgd(), data, Relu(), 30, "l1", weight), data, 30)
     assert not sae.encode(data.x).any()
     assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
