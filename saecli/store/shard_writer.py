@@ -238,6 +238,7 @@ class _Image:
 
     def finish(self) -> tuple[memoryview, int]:
         """The bytes, and the file's size, which may exceed their number by a gap at the end."""
+        self._file.flush()  # allocates what was put off, such as the rest of a long header
         size = self._file.id.get_filesize()
         self._file.close()
         return self._memory.getbuffer(), size

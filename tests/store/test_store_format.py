@@ -12,8 +12,9 @@ import torch
 from storing import collect, make_store
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from saecli.store.schema import StoreMeta
-from saecli.store.values import DTYPES
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import COLUMNS, StoreMeta
+from saecli.store.values import DTYPES, Windows
 from saecli.store.writer import StoreWriter
 
 # Exact in bfloat16. Row 7 has a NaN; row 8 is of high norm. Both are left out.
@@ -80,6 +81,26 @@ def test_columns_checksums_and_statistics_are_as_specified(written: Path):
     expected |= dict.fromkeys(("massive_rows", "massive_sum", "massive_squares"), 0)
     with h5py.File(path) as file:
         assert dict(file["statistics"].attrs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("columns", range(len(COLUMNS) + 1))
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_shard_with_any_number_of_columns_is_whole(tmp_path, columns, windows):
+    """Each makes the list of the file's datasets longer, parts of which HDF5 may allocate late."""
+    values = {name: np.arange(10) for name in [*COLUMNS][:columns]}
+    meta = StoreMeta({}, "request", "float32", 4, 6, 4, tuple(values), windows=windows)
+    kept = np.ones(10, bool)
+    with StoreWriter.open(tmp_path / "s", meta) as writer:
+        tokens = Windows.of(np.array([7, 3]), np.arange(10), kept) if windows else None
+        writer.append(np.ones((10, 4), np.float32), values, {"row": 0}, None, tokens)
+        writer.finish()
+    store = ActivationStore.open(tmp_path / "s")
+    assert store.verify() == []
+    for name in values:
+        assert collect(store.split("all").column(name, 4)).tolist() == [*range(10)]
+    for path in (tmp_path / "s" / "shards").iterdir():
+        with h5py.File(path) as file:
+            assert {*values} <= file.keys() and ("windows" in file) == windows
 
 
 def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py(written: Path):
