@@ -25,7 +25,6 @@ from .shard import frame_checksum
 from .values import (
     CODES,
     DTYPES,
-    WINDOWS,
     Column,
     Norms,
     Spread,
@@ -99,7 +98,7 @@ class ShardWriter:
         self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
         self._windows: list[Windows] = []
         self._checksums: list[int] = []  # per chunk
-        self._start = _Image(meta, 1).start
+        self._start = _image(io.BytesIO(), meta, 1)[1]
         self._end = self._start
         make_folder(path.parent)
         self._file_path = partial_path(path)
@@ -135,23 +134,17 @@ class ShardWriter:
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
-        assert self._spread is not None
         norms = Norms.of(np.concatenate(self._norms))
-        image = _Image(self._meta, self.rows)
-        for name, parts in self._columns.items():
-            column = stacked(parts)
-            if name == CODES:
-                image.put_group(CODES, codes_datasets(column))
-            else:
-                image.put(name, column)
-        image.put(CHUNK_CHECKSUMS, np.array(self._checksums, CHECKSUM))
-        if self._meta.windows:
-            image.put_group(WINDOWS, Windows.joined(self._windows).datasets())
-        spread = {"mean": self._spread.mean, "scatter": self._spread.scatter}
-        statistics = image.put_group(STATISTICS, spread)
+        memory = io.BytesIO()
+        image, _ = _image(memory, self._meta, self.rows)
+        for name, values in self._datasets().items():
+            image.create_dataset(name, data=values)
         for name, value in asdict(norms).items():
-            statistics.attrs.create(name, value)
-        content, size = image.finish()
+            image[STATISTICS].attrs[name] = value
+        image.flush()  # allocates what was put off, such as the rest of a long header
+        size = image.id.get_filesize()
+        image.close()
+        content = memory.getbuffer()
         _write(self._file, content[: self._start], 0)
         _write(self._file, content[self._end :], self._end)
         os.ftruncate(self._file, size)
@@ -161,6 +154,20 @@ class ShardWriter:
             frame = Frame(self._start, frame_checksum(file, self._start, self._end))
         settle(self._file_path, self.path)
         return frame, norms
+
+    def _datasets(self) -> dict[str, np.ndarray]:
+        """All but the activations."""
+        assert self._spread is not None
+        datasets: dict[str, np.ndarray] = {}
+        for name, parts in self._columns.items():
+            column = stacked(parts)
+            datasets |= codes_datasets(column) if name == CODES else {name: column}
+        datasets[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
+        if self._meta.windows:
+            datasets |= Windows.joined(self._windows).datasets()
+        datasets[f"{STATISTICS}/mean"] = self._spread.mean
+        datasets[f"{STATISTICS}/scatter"] = self._spread.scatter
+        return datasets
 
     def abandon(self) -> None:
         """Remove the hidden file; does nothing after `commit`."""
@@ -192,53 +199,23 @@ def _write(file: int, data: memoryview | bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-class _Image:
-    """A shard's bytes in memory, with a gap for the activations, at the offset `start`.
+def _image(memory: io.BytesIO, meta: StoreMeta, rows: int) -> tuple[h5py.File, int]:
+    """A shard's file in memory, with a gap for the activations, and the offset of the gap.
 
     A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
     them (version 1.10 of the format). It comes first, so that its offset does not depend on what follows. Equal rows
-    make equal bytes: no times are recorded.
+    make equal bytes: h5py records no times.
     """
+    import h5py  # `sae list` need not wait for it
 
-    def __init__(self, meta: StoreMeta, rows: int) -> None:
-        import h5py  # `sae list` need not wait for it
-
-        self._memory = io.BytesIO()
-        creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-        creation.set_obj_track_times(False)
-        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-        access.set_fileobj_driver(h5py.h5fd.fileobj_driver, self._memory)
-        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-        access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
-        access.set_alignment(1, ALIGNMENT)
-        self._file = h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access))
-        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        layout.set_obj_track_times(False)
-        layout.set_chunk((min(meta.chunk_rows, rows), meta.d_in))
-        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        shape = h5py.h5s.create_simple((rows, meta.d_in))
-        activations = h5py.h5d.create(
-            self._file.id, ACTIVATIONS.encode(), DTYPES[meta.dtype].hdf5, shape, layout
-        )
-        self.start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
-
-    def put(self, name: str, values: np.ndarray) -> None:
-        self._file.create_dataset(name, data=values, track_times=False)
-
-    def put_group(self, name: str, datasets: Mapping[str, np.ndarray]) -> h5py.Group:
-        import h5py
-
-        creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-        creation.set_obj_track_times(False)
-        group = h5py.Group(h5py.h5g.create(self._file.id, name.encode(), gcpl=creation))
-        for key, values in datasets.items():
-            group.create_dataset(key, data=values, track_times=False)
-        return group
-
-    def finish(self) -> tuple[memoryview, int]:
-        """The bytes, and the file's size, which may exceed their number by a gap at the end."""
-        self._file.flush()  # allocates what was put off, such as the rest of a long header
-        size = self._file.id.get_filesize()
-        self._file.close()
-        return self._memory.getbuffer(), size
+    alignment = {"alignment_threshold": 1, "alignment_interval": ALIGNMENT}
+    file = h5py.File(memory, "w", libver="v110", **alignment)
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)
+    layout.set_chunk((min(meta.chunk_rows, rows), meta.d_in))
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    shape = h5py.h5s.create_simple((rows, meta.d_in))
+    kind = DTYPES[meta.dtype].hdf5
+    activations = h5py.h5d.create(file.id, ACTIVATIONS.encode(), kind, shape, layout)
+    return file, activations.get_chunk_info_by_coord((0, 0)).byte_offset

@@ -87,9 +87,9 @@ Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of 
 def codes_datasets(codes: "csr_array") -> dict[str, np.ndarray]:
     """As a shard stores them."""
     return {
-        "offset": codes.indptr.astype("<i8"),
-        "index": codes.indices.astype("<i4"),
-        "value": codes.data.astype("<f4"),
+        f"{CODES}/offset": codes.indptr.astype("<i8"),
+        f"{CODES}/index": codes.indices.astype("<i4"),
+        f"{CODES}/value": codes.data.astype("<f4"),
     }
 
 
@@ -153,7 +153,9 @@ class Windows:
 
     def datasets(self) -> dict[str, np.ndarray]:
         """As a shard stores them."""
-        return {name: getattr(self, name).astype(kind) for name, kind in KINDS.items()}
+        return {
+            f"{WINDOWS}/{name}": getattr(self, name).astype(kind) for name, kind in KINDS.items()
+        }
 
     def each(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The tokens and the mask of each window, (T,), views."""
