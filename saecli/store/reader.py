@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -16,7 +17,7 @@ import numpy as np
 from ..base.errors import StoreError, demand_at_least
 from ..base.files import file_sha256
 from .schema import WORLD_FILE, StoreMeta, read_meta
-from .shard import Chunks, find_damage, make_anew, stored_statistics
+from .shard import Chunks, make_anew, stored_statistics
 from .split import (
     TEST_FRACTION,
     WHOLE,
@@ -106,14 +107,21 @@ class Rows(RowSource):
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
         """The rows that a split chooses; StoreError if there are none."""
         split = split.fitted(store.ids_and_sources)
-        counts = store.chunk_sizes.copy()
-        if split.which != "all":
-            for chunk in range(len(counts)):
-                counts[chunk] = np.count_nonzero(split.keeps(store.chunk_ids(chunk)))
         if not store.rows:
             raise StoreError(
                 f"{store.path} holds no whole shard yet; run the command that makes it again"
             )
+        counts = np.diff(store.chunk_starts)
+        if split.which != "all":
+            by_shard = [
+                np.add.reduceat(
+                    split.keeps(store.row_ids(rows)),
+                    np.arange(0, len(rows), store.meta.chunk_rows),
+                    dtype=np.int64,
+                )
+                for rows in store.rows_by_shard()
+            ]
+            counts = np.concatenate(by_shard)
         if not counts.sum():
             unit, remedy = "rows", "import more rows"
             if "document" in store.meta.columns:
@@ -202,14 +210,11 @@ class Rows(RowSource):
             raise StoreError(
                 f"{self.store.path} has no column {name}; expected one of its columns ({columns})"
             )
-        return self._values(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
+        return self._values(partial(self.store.row_values, name), batch_size)
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
         """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
-        starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
-        return self._values(
-            lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size
-        )
+        return self._values(lambda rows: rows, batch_size)
 
     def windows(self, source: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The windows that hold one of these rows, in stored order: token ids, (T,), and which of them are these rows,
@@ -243,16 +248,15 @@ class Rows(RowSource):
             raise StoreError(
                 f"{self.store.path} has no true codes; expected a store of rows made of known features"
             )
-        return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
+        return self._values(partial(self.store.row_values, CODES), batch_size)
 
-    def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
-        """Values of these rows in batches, from `of_chunk`'s of all rows of a chunk."""
+    def _values(self, of: Callable[[np.ndarray], Any], batch_size: int) -> Iterator[Any]:
+        """Values of these rows in batches, `of` their numbers within the store."""
         demand_at_least("batch_size", batch_size)
         waiting = None
-        for chunk in np.flatnonzero(self._counts):
-            kept = self._kept(int(chunk))
-            values = of_chunk(int(chunk))
-            values = values if kept is None else values[kept]
+        for rows in self.store.rows_by_shard():
+            kept = self._keeps(rows)
+            values = of(rows if kept is None else rows[kept])
             waiting = values if waiting is None else stacked([waiting, values])
             whole = waiting.shape[0] // batch_size * batch_size  # sparse ones have no length
             yield from (
@@ -264,9 +268,10 @@ class Rows(RowSource):
 
     def _kept(self, chunk: int) -> np.ndarray | None:
         """Indices of these rows within a chunk; None for all. Not cached, so that memory is constant."""
-        if self._counts[chunk] == self.store.chunk_sizes[chunk]:
+        rows = self.store.rows_of(chunk)
+        if self._counts[chunk] == len(rows):
             return None
-        return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
+        return np.flatnonzero(self.split.keeps(self.store.row_ids(rows)))
 
     def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
         """Whether each row of the store is one of these; None for all."""
@@ -395,11 +400,10 @@ class ActivationStore(Chunks):
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction, rest=rest))
 
     def ids_and_sources(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """The ids by which each chunk's rows are split, and of a mixture their sources."""
+        """The ids by which each shard's rows are split, and of a mixture their sources."""
         mixed = "source" in self.meta.columns
-        for chunk in range(len(self.chunk_sizes)):
-            sources = np.asarray(self.chunk_column(chunk, "source")) if mixed else None
-            yield self.chunk_ids(chunk), sources
+        for rows in self.rows_by_shard():
+            yield self.row_ids(rows), self.row_values("source", rows) if mixed else None
 
     def demand_world(self) -> None:
         """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""
@@ -418,8 +422,13 @@ class ActivationStore(Chunks):
             )
 
     def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
-        """A sentence for each problem with a shard or `world.safetensors`; see `find_damage`."""
-        problems = find_damage(self.path, self.meta, show)
+        """A sentence for each problem with a shard or `world.safetensors`; `show` gets the bytes read so far. Cost: see
+        `Shard.problem`."""
+        problems = []
+        for shard, rows in zip(self.shards, self.shard_starts[1:].tolist(), strict=True):
+            if problem := shard.problem():
+                problems.append(problem)
+            show(rows * self.meta.row_bytes)
         try:
             if self.rows:  # the world is written before the first
                 self.demand_world()

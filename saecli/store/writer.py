@@ -35,7 +35,7 @@ from .schema import (
     shard_name,
     write_meta,
 )
-from .shard import read_layout
+from .shard import Shard
 from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
 from .values import DTYPES, Windows
 
@@ -77,8 +77,8 @@ class StoreWriter:
         something else, or a shard is missing or damaged. As a rank's part of a store it may end without rows."""
         lock, stored = claim(path, meta)
         try:
-            for shard in () if stored.complete else stored.shards:
-                read_layout(path / SHARDS / shard.file, stored, shard)
+            for shard in () if stored.complete else Shard.each(path, stored):
+                shard.layout()
             return cls(path, stored, lock, limit, is_part)
         except BaseException:
             os.close(lock)

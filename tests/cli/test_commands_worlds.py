@@ -79,7 +79,7 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     path = opened(sae).path / damaged
     content, at = bytearray(expected[damaged]), -5
     if damaged.endswith("h5"):
-        at = content.index(opened(sae).chunk_column(1, "codes").data.tobytes())
+        at = content.index(opened(sae).row_values("codes", opened(sae).rows_of(1)).data.tobytes())
     content[at] ^= 64
     path.write_bytes(content)
     for done in (sae("list", "--check"), sae("eval", "run", "--data", "synthetic")):
