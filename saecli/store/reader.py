@@ -89,7 +89,46 @@ class RowSource(ABC):
         return self
 
 
-class Rows(RowSource):
+class StoredRows(RowSource):
+    """Rows of one store, or the same ones of several side by side."""
+
+    @property
+    def all(self) -> "tuple[Rows, ...]":
+        return (*self.inputs, self.target) if self.target else self.inputs
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        window_bytes: int | None = None,
+        part: Part = WHOLE,
+        first: int = 0,
+    ) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, (B, D + E), read ahead by threads.
+
+        Every row comes once, in an order that depends only on the rows, seed, epoch, batch size and window; of several
+        stores on the first input. See `Deal`.
+
+        Args:
+            batch_size: rows per batch; the epoch's last may be short.
+            window_bytes: size of a window as stored, two of which are held in memory; by default 256 MiB, for batches
+                over 2,048 more, up to 1 GiB. A store smaller than a window is shuffled uniformly.
+            part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
+            first: number of batches to leave out at the start; their rows are not read.
+        """
+        demand_at_least("batch_size", batch_size)
+        deal = Deal(self.inputs[0].source, batch_size, (seed, epoch), window_bytes)
+        return _side_by_side([shuffled(rows.source, deal, part, first) for rows in self.all])
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in stored order, (B, D + E), read ahead by threads; `part` of the sequence of batches."""
+        demand_at_least("batch_size", batch_size)
+        return _side_by_side([in_order(rows.source, batch_size, part) for rows in self.all])
+
+
+class Rows(StoredRows):
     """Some of a store's rows, `counts` of them in each chunk, (chunks,); each iteration runs in one thread. Batches are
     float32, or unless `decoded` of the storage dtype."""
 
@@ -97,11 +136,10 @@ class Rows(RowSource):
         self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True
     ) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
-        self.rows = int(counts.sum())
         self.reads = np.array(store.meta.reads) if store.meta.reads else None
-        self._counts = counts
         dtype = np.dtype(np.float32) if decoded else store.storage
-        self.source = Source(store, counts, self._kept, dtype)
+        self.source = Source(store, split, counts, dtype)
+        self.rows = self.source.rows
 
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
@@ -139,48 +177,7 @@ class Rows(RowSource):
 
     def as_stored(self) -> "Rows":
         """The same rows as stored, bfloat16 as its bits in uint16."""
-        return Rows(self.store, self.split, self._counts, decoded=False)
-
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        seed: int,
-        epoch: int,
-        window_bytes: int | None = None,
-        part: Part = WHOLE,
-        first: int = 0,
-    ) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D), read ahead by threads.
-
-        Every row comes once, in an order that depends only on the rows, seed, epoch, batch size and window; see `Deal`.
-
-        Args:
-            batch_size: rows per batch; the epoch's last may be short.
-            window_bytes: size of a window as stored, two of which are held in memory; by default 256 MiB, for batches
-                over 2,048 more, up to 1 GiB. A store smaller than a window is shuffled uniformly.
-            part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
-            first: number of batches to leave out at the start; their rows are not read.
-        """
-        return shuffled(self.source, self.deal(batch_size, seed, epoch, window_bytes), part, first)
-
-    def deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int | None = None) -> Deal:
-        """The order of an epoch; see `batches`."""
-        demand_at_least("batch_size", batch_size)
-        return Deal(
-            stored=self.store.rows,
-            wanted=self.rows,
-            keeps=self._keeps,
-            seed=(seed, epoch),
-            batch_size=batch_size,
-            row_bytes=self.store.meta.row_bytes,
-            window_bytes=window_bytes,
-        )
-
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in stored order, read ahead by threads; `part` of the sequence of batches."""
-        demand_at_least("batch_size", batch_size)
-        return in_order(self.source, batch_size, part)
+        return Rows(self.store, self.split, self.source.counts, decoded=False)
 
     def spread(self) -> Spread:
         """Their mean and scatter, exact to rounding.
@@ -228,7 +225,7 @@ class Rows(RowSource):
             # Of an unfinished store the last window's rows may be in a shard to come.
             end = min(int(begins[-1] + windows.rows[-1]), store.rows)
             numbers = np.arange(begins[0], end)
-            chosen = self._keeps(numbers)
+            chosen = self.source.keeps(numbers)
             chosen = np.ones(len(numbers), bool) if chosen is None else chosen
             if source is not None:
                 chosen &= store.row_values("source", numbers) == source
@@ -255,7 +252,7 @@ class Rows(RowSource):
         demand_at_least("batch_size", batch_size)
         waiting = None
         for rows in self.store.rows_by_shard():
-            kept = self._keeps(rows)
+            kept = self.source.keeps(rows)
             values = of(rows if kept is None else rows[kept])
             waiting = values if waiting is None else stacked([waiting, values])
             whole = waiting.shape[0] // batch_size * batch_size  # sparse ones have no length
@@ -266,26 +263,14 @@ class Rows(RowSource):
         if waiting is not None and waiting.shape[0]:
             yield waiting
 
-    def _kept(self, chunk: int) -> np.ndarray | None:
-        """Indices of these rows within a chunk; None for all. Not cached, so that memory is constant."""
-        rows = self.store.rows_of(chunk)
-        if self._counts[chunk] == len(rows):
-            return None
-        return np.flatnonzero(self.split.keeps(self.store.row_ids(rows)))
 
-    def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
-        """Whether each row of the store is one of these; None for all."""
-        return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
-
-
-class JoinedRows(RowSource):
+class JoinedRows(StoredRows):
     """The same rows of several stores: one or more inputs, and their targets if not themselves."""
 
     inputs: tuple[Rows, ...] = ()  # of one or more stores
 
     def __init__(self, inputs: tuple[Rows, ...], target: Rows | None = None) -> None:
         self.inputs, self.target = inputs, target
-        self.all = (*inputs, target) if target else inputs
         self.rows = inputs[0].rows
         self.widths = tuple(rows.d_in for rows in inputs)
         self.d_in, self.d_target = sum(self.widths), target.d_in if target else 0
@@ -305,24 +290,6 @@ class JoinedRows(RowSource):
             tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored()
         )
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        seed: int,
-        epoch: int,
-        window_bytes: int | None = None,
-        part: Part = WHOLE,
-        first: int = 0,
-    ) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""
-        deal = self.inputs[0].deal(batch_size, seed, epoch, window_bytes)
-        return _side_by_side([shuffled(rows.source, deal, part, first) for rows in self.all])
-
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in stored order, (B, D + E); see `Rows.sequential`."""
-        return _side_by_side([rows.sequential(batch_size, part) for rows in self.all])
-
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions."""
         spreads = [rows.spread() for rows in self.all]
@@ -334,6 +301,9 @@ class JoinedRows(RowSource):
 
 
 def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+    if len(streams) == 1:
+        yield from streams[0]
+        return
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(cast(Generator[np.ndarray, None, None], stream)))

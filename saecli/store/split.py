@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from typing import Literal, Self, get_args
 
@@ -218,6 +218,37 @@ class Permutation:
         return (high << self._low) | low
 
 
+@dataclass(frozen=True)
+class Source:
+    """The rows of a store that a split chooses, as batches of float32 or of the storage dtype."""
+
+    store: Chunks
+    split: Split
+    counts: np.ndarray  # (chunks,) number of chosen rows in each chunk
+    dtype: np.dtype
+
+    @cached_property
+    def rows(self) -> int:
+        return int(self.counts.sum())
+
+    def kept(self, chunk: int) -> np.ndarray | None:
+        """Ascending indices of the chosen rows of a chunk; None for all. Not cached, so that memory is constant."""
+        rows = self.store.rows_of(chunk)
+        if self.counts[chunk] == len(rows):
+            return None
+        return np.flatnonzero(self.split.keeps(self.store.row_ids(rows)))
+
+    def keeps(self, rows: np.ndarray) -> np.ndarray | None:
+        """Whether rows, by their ascending numbers, are chosen, (R,) bool; None for all."""
+        return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
+
+    def decode(self, rows: np.ndarray, out: np.ndarray) -> None:
+        if rows.dtype == out.dtype:
+            np.copyto(out, rows)
+        else:
+            DTYPES[self.store.dtype].decode_rows(rows, out)
+
+
 class Deal:
     """Deals the wanted rows of a store to the windows of an epoch, and orders each window.
 
@@ -228,35 +259,32 @@ class Deal:
     and the disk is still read in runs.
 
     Args:
-        stored, wanted: numbers of rows.
-        keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
+        source: the wanted rows; to their size as stored those of units, windows and runs are fitted.
         batch_size: a turn has at least twice this number of rows.
-        row_bytes: of a row as stored, to which the sizes of units, windows and runs are fitted.
         window_bytes: approximate size of the wanted rows in a window, which holds whole units.
     """
 
     def __init__(
         self,
-        stored: int,
-        wanted: int,
-        keeps: Callable[[np.ndarray], np.ndarray | None],
-        seed: tuple[int, ...],
+        source: Source,
         batch_size: int,
-        row_bytes: int,
-        window_bytes: int | None,
+        seed: tuple[int, ...],
+        window_bytes: int | None = None,
     ) -> None:
-        self._stored, self._keeps, self._seed = stored, keeps, seed
-        self.batch_size = batch_size
+        self._source, self.batch_size, self._seed = source, batch_size, seed
+        row_bytes = source.store.meta.row_bytes
         # Rows that leave in ascending order, so that whoever gathers them reads forward.
         self.run = max(1, RUN_BYTES // row_bytes)
         # Large enough for whole units with such batches, within bounds.
         fitting = min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
         window_rows = (window_bytes or fitting) // row_bytes
-        self.windows = -(-wanted // max(window_rows, batch_size))
+        self.windows = -(-source.rows // max(window_rows, batch_size))
         self._unit = 1
         if self.windows > 1:
             self._unit = max(1, min(UNIT_BYTES // row_bytes, window_rows // (2 * batch_size)))
-        self._permutation = Permutation(-(-stored // self._unit), np.random.default_rng(seed))
+        self._permutation = Permutation(
+            -(-source.store.rows // self._unit), np.random.default_rng(seed)
+        )
         self._units = -(-self._permutation.count // self.windows)
 
     def window(self, number: int) -> np.ndarray:
@@ -267,8 +295,9 @@ class Deal:
         )
         units.sort()  # so that `keeps` goes forward
         rows = (units[:, None] * self._unit + np.arange(self._unit)).ravel()
-        kept = rows < self._stored  # the last unit may be short
-        if (wanted := self._keeps(np.minimum(rows, self._stored - 1))) is not None:
+        stored = self._source.store.rows
+        kept = rows < stored  # the last unit may be short
+        if (wanted := self._source.keeps(np.minimum(rows, stored - 1))) is not None:
             kept &= wanted
         order = self._order(number, len(units))
         return rows[order[kept[order]]]
@@ -299,23 +328,6 @@ WHOLE = Part()
 
 
 _Block = tuple[np.ndarray, list[Future[None]]]  # rows, (R, D), and the tasks that fill them
-
-
-@dataclass(frozen=True)
-class Source:
-    """Wanted rows of a store, as batches of float32 or of the storage dtype."""
-
-    store: Chunks
-    counts: np.ndarray  # (chunks,) number of wanted rows in each chunk
-    # chunk number -> ascending indices of its wanted rows; None for all
-    kept: Callable[[int], np.ndarray | None]
-    dtype: np.dtype
-
-    def decode(self, rows: np.ndarray, out: np.ndarray) -> None:
-        if rows.dtype == out.dtype:
-            np.copyto(out, rows)
-        else:
-            DTYPES[self.store.dtype].decode_rows(rows, out)
 
 
 def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
