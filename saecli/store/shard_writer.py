@@ -63,22 +63,16 @@ class Admission:
 
     def verdicts(self, rows: np.ndarray) -> np.ndarray:
         """The verdict on each of some `rows`, (R,); sets the median if it is needed and not yet known."""
-        multiple = self._meta.max_norm_multiple
-        finite = DTYPES[self._meta.dtype].keeps(rows)
+        multiple, stored = self._meta.max_norm_multiple, DTYPES[self._meta.dtype]
+        finite = stored.keeps(rows)
         verdicts = np.where(finite, np.uint8(ADMITTED), np.uint8(NONFINITE))
         if multiple is not None and finite.any():
-            norms = self._norms(rows[finite])
+            kept = rows[finite]
+            norms = row_norms(kept if kept.dtype.kind == "f" else stored.decode_rows(kept))
             if self.median is None:
                 self.median = float(np.median(norms))
             verdicts[np.flatnonzero(finite)[norms > multiple * self.median]] = HIGH_NORM
         return verdicts
-
-    def _norms(self, rows: np.ndarray) -> np.ndarray:
-        if rows.dtype.kind == "f":
-            return row_norms(rows)
-        decoded = np.empty(rows.shape, np.float32)
-        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
-        return row_norms(decoded)
 
 
 class ShardWriter:
@@ -180,9 +174,7 @@ class ShardWriter:
     def _flush_chunk(self) -> None:
         # Chunk by chunk and as stored, so that the statistics do not depend on how rows were appended.
         rows = self._chunk[: self._filled]
-        decoded = np.empty(rows.shape, np.float32)
-        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
-        wide = decoded.astype(np.float64)
+        wide = DTYPES[self._meta.dtype].decode_rows(rows).astype(np.float64)
         self._norms.append(row_norms(wide))
         spread = Spread.of(wide)
         self._spread = spread if self._spread is None else self._spread + spread

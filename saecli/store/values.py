@@ -57,12 +57,14 @@ class StoredType:
         rounded >>= 16
         return rounded.astype(self.storage)
 
-    def decode_rows(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Decode rows, (R, D) of the storage dtype, into `out`, (R, D) float32, contiguous."""
+    def decode_rows(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Rows, (R, D) of the storage dtype, in float32, contiguous; into `out` if given."""
+        out = np.empty(rows.shape, np.float32) if out is None else out
         if self.name != "bfloat16":
             np.copyto(out, rows)
         else:
             np.left_shift(rows, 16, out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
+        return out
 
 
 DTYPES = {

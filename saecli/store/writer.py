@@ -96,14 +96,6 @@ class StoreWriter:
         finally:
             os.close(self._lock)
 
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn a failed write into a StoreError."""
-        try:
-            yield
-        except OSError as error:
-            raise refused(self.path, self.meta.rows, error) from error
-
     @property
     def cursor(self) -> dict[str, Any] | None:
         """Where the producer must start; None for its beginning."""
@@ -166,8 +158,9 @@ class StoreWriter:
             columns = {name: columns[name][admitted] for name in self.meta.row_values}
         if windows is not None:
             windows = windows.admitted(verdicts == ADMITTED, end)
-        with self._reporting():
-            self._store(rows, columns, windows, cursor, begin, end)
+        while begin < end:
+            with _reporting(self.path, self.meta.rows):
+                begin = self._store(rows, columns, windows, cursor, begin, end)
 
     def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
         """Rows of a block of so many that were stored before an interruption."""
@@ -187,28 +180,27 @@ class StoreWriter:
         cursor: dict[str, Any],
         begin: int,
         end: int,
-    ) -> None:
-        """Write rows `begin` to `end` of a block into shards."""
+    ) -> int:
+        """Write rows of a block, `begin` to `end` or the end of the shard, into it; the number of the next."""
         stored = DTYPES[self.meta.dtype]
-        while begin < end:
-            if self._shard is None:
-                path = self.path / SHARDS / shard_name(len(self.meta.shards))
-                self._shard = ShardWriter(path, self.meta)
-            stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
-            part = rows[begin:stop]
-            if part.dtype != stored.storage:
-                part = stored.encode_rows(np.ascontiguousarray(part))
-            self._shard.append(
-                part,
-                {name: columns[name][begin:stop] for name in self.meta.row_values},
-                None if windows is None else windows.part(begin, stop, self._shard.rows),
-            )
-            self._last = Resume(cursor, stop)
-            if self._shard.rows == self.meta.shard_rows:
-                entry = self._commit()
-                append_to_journal(self.path, entry)
-                self.meta = self.meta.extended([entry])
-            begin = stop
+        if self._shard is None:
+            path = self.path / SHARDS / shard_name(len(self.meta.shards))
+            self._shard = ShardWriter(path, self.meta)
+        stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
+        part = rows[begin:stop]
+        if part.dtype != stored.storage:
+            part = stored.encode_rows(np.ascontiguousarray(part))
+        self._shard.append(
+            part,
+            {name: columns[name][begin:stop] for name in self.meta.row_values},
+            None if windows is None else windows.part(begin, stop, self._shard.rows),
+        )
+        self._last = Resume(cursor, stop)
+        if self._shard.rows == self.meta.shard_rows:
+            entry = self._commit()
+            append_to_journal(self.path, entry)
+            self.meta = self.meta.extended([entry])
+        return stop
 
     def finish(self) -> StoreMeta:
         """Write the last shard and mark the store complete; StoreError if it has no rows, or fewer than before."""
@@ -219,7 +211,7 @@ class StoreWriter:
         self._ended, self._current = self._ended + self._current, Counter()
         if not self.rows and not self._is_part:
             raise no_rows(self.path, self._ended)
-        with self._reporting():
+        with _reporting(self.path, self.meta.rows):
             # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
             # count its dropped rows twice.
             meta = self.meta.extended([self._commit()] if self._shard else [])
@@ -273,24 +265,21 @@ def _counts(verdicts: np.ndarray, dropped: Mapping[str, np.ndarray], rows: int) 
 
 def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
     """Lock a folder and begin or resume a store in it; the lock's descriptor, and the `store.json` to resume from."""
-    try:
-        lock = lock_folder(path)  # the system releases it if the process dies
-    except BlockingIOError as error:
-        raise StoreError(
-            f"cannot write to {path}: another process is writing it; wait for that one, or choose "
-            "another --name"
-        ) from error
-    except OSError as error:
-        raise refused(path, 0, error) from error
-    try:
-        return lock, _begun(path, meta)
-    except BaseException as error:
-        if not (path / STORE_MARKER).exists():
-            _forsake(path)
-        os.close(lock)
-        if isinstance(error, OSError):
-            raise refused(path, 0, error) from error
-        raise
+    with _reporting(path, 0):
+        try:
+            lock = lock_folder(path)  # the system releases it if the process dies
+        except BlockingIOError as error:
+            raise StoreError(
+                f"cannot write to {path}: another process is writing it; wait for that one, or choose "
+                "another --name"
+            ) from error
+        try:
+            return lock, _begun(path, meta)
+        except BaseException:
+            if not (path / STORE_MARKER).exists():
+                _forsake(path)
+            os.close(lock)
+            raise
 
 
 def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
@@ -362,16 +351,20 @@ def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
     )
 
 
-def refused(path: Path, rows: int, error: OSError) -> StoreError:
-    """The error for a failed write, with `rows` stored so far."""
-    if isinstance(error, StoreError):
-        return error
-    reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
-    remedy = "free some space" if is_disk_full(error) else "fix that"
-    return StoreError(
-        f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
-        f"which goes on after the {rows} rows that are safe"
-    )
+@contextmanager
+def _reporting(path: Path, rows: int) -> Iterator[None]:
+    """Turn a failed write into a StoreError that says that `rows` are stored."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
+        remedy = "free some space" if is_disk_full(error) else "fix that"
+        raise StoreError(
+            f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
+            f"which goes on after the {rows} rows that are safe"
+        ) from error
 
 
 @contextmanager

@@ -136,12 +136,14 @@ class LiveRows(RowSource):
             return
         order = np.random.default_rng((seed, epoch)).permutation(self.ready)
         for begin in range(0, len(order), batch_size):
-            yield self._decoded(self._memory[order[begin : begin + batch_size]])
+            yield self._stored.decode_rows(self._memory[order[begin : begin + batch_size]])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in memory, (B, D) float32."""
         for begin in range(0, self.ready, batch_size):
-            yield self._decoded(self._memory[begin : min(begin + batch_size, self.ready)])
+            yield self._stored.decode_rows(
+                self._memory[begin : min(begin + batch_size, self.ready)]
+            )
 
     def _pass_once(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
         """Batches of each window, shuffled; rows that do not fill a batch at its end go with the next window."""
@@ -154,22 +156,17 @@ class LiveRows(RowSource):
             order = np.random.default_rng((seed, self._windows_read - 1)).permutation(len(window))
             missing = -len(carried) % batch_size
             if len(carried):
-                yield self._decoded(np.concatenate([carried, window[order[:missing]]]))
+                yield self._stored.decode_rows(np.concatenate([carried, window[order[:missing]]]))
             stop = len(order)
             if not is_last:
                 stop -= (len(order) - missing) % batch_size
             for begin in range(missing, stop, batch_size):
-                yield self._decoded(window[order[begin : min(begin + batch_size, stop)]])
+                yield self._stored.decode_rows(window[order[begin : min(begin + batch_size, stop)]])
             if is_last:
                 self.rows = self._rows_read
                 return
             carried = window[order[stop:]]
             self._fill()
-
-    def _decoded(self, rows: np.ndarray) -> np.ndarray:
-        decoded = np.empty(rows.shape, np.float32)
-        self._stored.decode_rows(rows, decoded)
-        return decoded
 
     def _fill(self) -> None:
         """Read the next window, over the last but one."""
@@ -222,11 +219,13 @@ class LiveRows(RowSource):
                 f"{self.rows:,} and {len(test):,}; name a text of more documents, raise --rows, or use "
                 "another --split-seed"
             )
-        test_rows = ArrayRows(self._decoded(test))
+        test_rows = ArrayRows(self._stored.decode_rows(test))
         if not kept_out:
             return test_rows, None
         (compared,) = kept_out
-        return test_rows, ArrayRows(self._decoded(compared)) if len(compared) else test_rows
+        return test_rows, ArrayRows(self._stored.decode_rows(compared)) if len(
+            compared
+        ) else test_rows
 
     def _go_on(self, tokens: int, rows: int) -> None:
         """Show the progress of the first window; called in the model's thread."""
