@@ -60,13 +60,11 @@ class Shelf:
 
     def markers(self) -> dict[str, Marker | SaeError]:
         """The marker of every entry by name, newest first; of unreadable ones the error, last."""
-        markers = {
-            path.parent.name: self._marker(path) for path in self.path.glob(f"*/{self.marker}")
-        }
-        newest_first = sorted(
-            markers, key=lambda name: (getattr(markers[name], "created", ""), name), reverse=True
-        )
-        return {name: markers[name] for name in newest_first}
+        entries = [
+            (path.parent.name, self._marker(path)) for path in self.path.glob(f"*/{self.marker}")
+        ]
+        entries.sort(key=lambda entry: (getattr(entry[1], "created", ""), entry[0]), reverse=True)
+        return dict(entries)
 
     def _marker(self, path: Path) -> Marker | SaeError:
         try:

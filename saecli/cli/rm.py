@@ -51,7 +51,9 @@ def command(
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")
             entries = []
-    freed = sum(remove(session.home, entry) for entry in entries)
+    for entry in entries:
+        remove(session.home, entry)
+    freed = sum(entry["bytes"] for entry in entries)
     removed = f"removed {counted(len(entries), 'folder')}, {size_words(freed)}"
     session.console.print_result(
         {"removed": entries, "bytes": freed}, *([removed] if entries else [])

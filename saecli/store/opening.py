@@ -102,11 +102,11 @@ class Joined:
 
     def split(self, which: Which, **choice: Any) -> Rows | JoinedRows:
         """The same choice of rows from each; see `ActivationStore.split`."""
-        inputs, target = (
-            tuple(store.split(which, **choice) for store in stores)
-            for stores in (self.inputs, (self.target,) if self.target else ())
-        )
-        return inputs[0] if self.is_single else JoinedRows(inputs, target[0] if target else None)
+        inputs = tuple(store.split(which, **choice) for store in self.inputs)
+        if self.is_single:
+            return inputs[0]
+        target = self.target.split(which, **choice) if self.target else None
+        return JoinedRows(inputs, target)
 
 
 def _differences(
@@ -200,14 +200,14 @@ def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tupl
 def note_massive_rows(store: ActivationStore, listener: Listener) -> None:
     """Warn about rows of massive norm, which decide a fit. Cost: opens every shard, and reads no rows."""
     multiple = store.meta.max_norm_multiple
-    if store.rows and (multiple is None or multiple > OUTLYING):
-        note_massive(store.name, stored_statistics(store.path, store.meta), listener)
-
-
-def note_massive(name: str, statistics: Statistics | None, listener: Listener) -> None:
-    """As `note_massive_rows`, by the statistics of some rows."""
-    if statistics is None:
+    if multiple is not None and multiple <= OUTLYING:
         return
+    if statistics := stored_statistics(store.path, store.meta):
+        note_massive(store.name, statistics, listener)
+
+
+def note_massive(name: str, statistics: Statistics, listener: Listener) -> None:
+    """As `note_massive_rows`, by the statistics of some rows."""
     norms = statistics.norms
     if norms.massive_rows:
         listener.note(
@@ -384,39 +384,33 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
     """The stores and runs of these names; ConfigError if not one of each. `users` are the runs trained on a store, and
     the unfinished fine-tunings that began from a run, which cannot be resumed without it."""
-    folders = [
-        (shelf_kind, path)
-        for shelf_kind, shelf in (("store", home.stores), ("run", home.runs))
-        if kind in (None, shelf_kind)
-        for path in shelf.path.glob("[!.]*")
-        if path.is_dir()
-    ]
+    shelves = {"store": home.stores, "run": home.runs}
+    kinds: dict[str, list[str]] = {}  # of each folder's name
+    for shelf_kind in [kind] if kind else shelves:
+        for path in shelves[shelf_kind].path.glob("[!.]*"):
+            if path.is_dir():
+                kinds.setdefault(path.name, []).append(shelf_kind)
     runs = {}
     for marker in home.runs.path.glob(f"*/{home.runs.marker}"):
         with suppress(SaeError):  # an unreadable run uses nothing that is known
             runs[marker.parent.name] = read_run(marker)
     entries = []
     for name in dict.fromkeys(names):
-        matching = [(folder_kind, path) for folder_kind, path in folders if path.name == name]
-        if len(matching) > 1:
-            raise ConfigError(
-                f"{name} is a store and a run; say which by --kind store or --kind run"
-            )
-        if not matching:
-            known = sorted({path.name for _, path in folders})
-            advice = did_you_mean(name, known) or "`sae list` shows what there is"
+        if name not in kinds:
+            advice = did_you_mean(name, sorted(kinds)) or "`sae list` shows what there is"
             raise ConfigError(
                 f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
             )
-        own_kind, path = matching[0]
+        if len(kinds[name]) > 1:
+            raise ConfigError(
+                f"{name} is a store and a run; say which by --kind store or --kind run"
+            )
+        (own_kind,) = kinds[name]
+        path = shelves[own_kind].path / name
+        users = sorted(user for user, run in runs.items() if _uses(run, own_kind, name))
+        size = folder_bytes(path)
         entries.append(
-            {
-                "kind": own_kind,
-                "name": name,
-                "path": str(path),
-                "bytes": folder_bytes(path),
-                "users": sorted(user for user, run in runs.items() if _uses(run, own_kind, name)),
-            }
+            {"kind": own_kind, "name": name, "path": str(path), "bytes": size, "users": users}
         )
     return entries
 
@@ -428,8 +422,8 @@ def _uses(run: RunDocument, kind: str, name: str) -> bool:
     return is_tuning and run.init is not None and run.init.name == name
 
 
-def remove(home: Home, entry: dict[str, Any]) -> int:
-    """Remove an entry of `removable`; returns its bytes; SaeError if it is being written or trained on. Of a link to a
+def remove(home: Home, entry: dict[str, Any]) -> None:
+    """Remove an entry of `removable`; SaeError if it is being written or trained on. Of a link to a
     folder only the link is removed."""
     path, shelf = Path(entry["path"]), home.stores if entry["kind"] == "store" else home.runs
     try:
@@ -438,7 +432,7 @@ def remove(home: Home, entry: dict[str, Any]) -> int:
                 os.close(lock_folder(home.runs.path / run))
         if path.is_symlink():
             path.unlink()
-            return entry["bytes"]
+            return
         lock = lock_folder(path)
         # First, so that what a kill leaves is no store or run.
         (path / shelf.marker).unlink(missing_ok=True)
@@ -449,4 +443,3 @@ def remove(home: Home, entry: dict[str, Any]) -> int:
         if isinstance(error, BlockingIOError):
             why = "another process is writing it, or training on it; wait for it, or stop it"
         raise shelf.error(f"cannot remove {entry['name']}: {why}") from error
-    return entry["bytes"]
