@@ -104,8 +104,8 @@ def open_stream(
                         listener.note(words)
                     if not activations:  # all its documents were left out
                         continue
-                    rows = activations[request.point]
-                    admitted = admission.verdicts(rows) == ADMITTED
+                    rows, verdicts = admission.verdicts(activations[request.point])
+                    admitted = verdicts == ADMITTED
                     stored, offered = stored + int(admitted.sum()), block.offered
                     # bfloat16 has the range of float32: another type would not help
                     demand_some(stored, "float32", offered, 1)

@@ -192,34 +192,28 @@ class StoreMeta:
         """With the shards of entries of the journal."""
         if not entries:
             return self
-        totals = {
-            total.name: getattr(entries[-1], total.name)
-            for total in dataclasses.fields(JournalEntry)
-            if total.name != "shard"
-        }
+        totals = vars(entries[-1]).copy()
+        del totals["shard"]
         shards = (*self.shards, *(entry.shard for entry in entries))
         return dataclasses.replace(self, shards=shards, **totals)
 
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
         """The store of several ranks, from the names of their folders and what these hold: rank 0's rows, then rank
         1's, and so on; ValueError if they differ in what they are to hold."""
-        dropped: Counter[str] = Counter()
         shards: list[ShardRecord] = []
-        norms: list[Norms] = []
+        dropped: Counter[str] = Counter()
         sources, control_tokens = Counter(self.sources), Counter(self.control_tokens)
         for name, part in parts.items():
             if part.request() != self.request():
                 raise ValueError(
                     f"expected the rows of {self.request()} in {name}, got {part.request()}"
                 )
+            for shard in part.shards:
+                shards.append(dataclasses.replace(shard, file=f"{name}/{SHARDS}/{shard.file}"))
             dropped.update(part.dropped)
-            shards += [
-                dataclasses.replace(shard, file=f"{name}/{SHARDS}/{shard.file}")
-                for shard in part.shards
-            ]
-            norms += [] if part.norms is None else [part.norms]
             sources.update(part.sources)
             control_tokens.update(part.control_tokens)
+        norms = [part.norms for part in parts.values() if part.norms]
         return dataclasses.replace(
             self,
             complete=len(parts) == self.ranks and all(part.complete for part in parts.values()),

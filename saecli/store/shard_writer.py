@@ -54,16 +54,13 @@ class Admission:
         self._meta = meta
         self.median = meta.median_norm
 
-    def rows(self, activations: np.ndarray) -> np.ndarray:
-        """Activations, (R, D), of the storage dtype or float32."""
-        if activations.dtype == DTYPES[self._meta.dtype].storage:
-            return activations
-        with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
-            return activations.astype(np.float32, copy=False)
-
-    def verdicts(self, rows: np.ndarray) -> np.ndarray:
-        """The verdict on each of some `rows`, (R,); sets the median if it is needed and not yet known."""
+    def verdicts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows, (R, D), in the storage dtype or float32, and the verdict on each, (R,); sets the median if it is needed
+        and not yet known."""
         multiple, stored = self._meta.max_norm_multiple, DTYPES[self._meta.dtype]
+        if rows.dtype != stored.storage:
+            with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
+                rows = rows.astype(np.float32, copy=False)
         finite = stored.keeps(rows)
         verdicts = np.where(finite, np.uint8(ADMITTED), np.uint8(NONFINITE))
         if multiple is not None and finite.any():
@@ -72,7 +69,7 @@ class Admission:
             if self.median is None:
                 self.median = float(np.median(norms))
             verdicts[np.flatnonzero(finite)[norms > multiple * self.median]] = HIGH_NORM
-        return verdicts
+        return rows, verdicts
 
 
 class ShardWriter:

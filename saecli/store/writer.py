@@ -141,8 +141,7 @@ class StoreWriter:
                 f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
                 "another --name, or remove that store"
             )
-        rows = self._admission.rows(activations)
-        verdicts = self._admission.verdicts(rows)
+        rows, verdicts = self._admission.verdicts(activations)
         admitted = np.flatnonzero(verdicts == ADMITTED)
         cursor = json.loads(json.dumps(cursor))
         begin, end = self._stored_already(cursor, len(admitted)), len(admitted)
