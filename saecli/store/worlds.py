@@ -5,7 +5,6 @@ Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correl
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -64,15 +63,6 @@ class World:
         """B, the same for every block."""
         return max(1, min(MOST_BLOCK_ROWS, BLOCK_NUMBERS // self.features))
 
-    @cached_property
-    def levels(self) -> list[np.ndarray]:
-        """Masks, (G,) each, of the features that have a parent, by depth."""
-        depth, above = np.zeros(self.features, int), self.parents
-        while (above >= 0).any():
-            depth += above >= 0
-            above = np.where(above >= 0, self.parents[above], -1)
-        return [depth == level for level in range(1, int(depth.max(initial=0)) + 1)]
-
     def codes(self, seed: int, block: int) -> csr_array:
         """The true codes of a block, (B, G), a pure function of the world, seed and block number.
 
@@ -87,8 +77,9 @@ class World:
             )
             gaussians += shared @ self.factor.T
         fires = gaussians > -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
+        levels = levels_of(self.parents)
         # Before magnitudes are drawn: of most children the parent does not fire.
-        for level in self.levels:
+        for level in levels:
             fires[:, level] &= fires[:, self.parents[level]]
         rows, features = fires.nonzero()
         magnitudes = self.mean[features] + self.std[features] * random.standard_normal(
@@ -97,7 +88,7 @@ class World:
         values = gaussians  # its memory, for magnitudes by row and feature
         values.fill(0)
         values[rows, features] = magnitudes.clip(0)
-        for level in self.levels:
+        for level in levels:
             own_rows, children = rows[level[features]], features[level[features]]
             values[own_rows, children] *= values[own_rows, self.parents[children]] > 0
         values = values[rows, features]
@@ -162,11 +153,12 @@ def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
     factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal(
         (config.features, RANK)
     )
-    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
-    for level in range(1, DEPTH + 1):
-        at = np.flatnonzero(depth == level)
+    for level, members in enumerate(levels_of(parents)):
+        at = np.flatnonzero(members)
         above = parents[at]
-        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
+        for _ in range(
+            level + 1
+        ):  # the ancestors of one feature are orthogonal to each other by now
             unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
             factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
             above = parents[above]
@@ -198,6 +190,15 @@ def forest(features: int) -> np.ndarray:
         parents[children] = begin + (children - end) // BRANCHES
         begin, end = end, end + len(children)
     return parents
+
+
+def levels_of(parents: np.ndarray) -> list[np.ndarray]:
+    """Masks, (G,) each, of the features that have a parent, by depth."""
+    depth, above = np.zeros(len(parents), int), parents
+    while (above >= 0).any():
+        depth += above >= 0
+        above = np.where(above >= 0, parents[above], -1)
+    return [depth == level for level in range(1, int(depth.max(initial=0)) + 1)]
 
 
 def tight_frame(vectors: np.ndarray) -> np.ndarray:
