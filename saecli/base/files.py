@@ -76,9 +76,8 @@ def appearing_whole(path: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary file; on success flush it to disk and rename it to `path`, on any failure
     remove it. Of several writers, the last to succeed counts."""
     temporary = _own_partial(path)
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    mode = stat.S_IMODE(os.fstat(file).st_mode)
-    os.close(file)
+    temporary.touch(exist_ok=False)
+    mode = stat.S_IMODE(temporary.stat().st_mode)
     try:
         yield temporary
         temporary.chmod(mode)  # some writers replace it by a file that only its owner may read
