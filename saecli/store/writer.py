@@ -23,6 +23,7 @@ from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from .schema import (
     JOURNAL,
+    MOST,
     SHARDS,
     WORLD_FILE,
     JournalEntry,
@@ -56,9 +57,7 @@ class StoreWriter:
     the unfinished shard, and removes a store without rows.
     """
 
-    def __init__(
-        self, path: Path, meta: StoreMeta, lock: int, limit: int | None, is_part: bool
-    ) -> None:
+    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, is_part: bool) -> None:
         self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
         self._admission = Admission(meta)
         self._limit = limit
@@ -79,7 +78,7 @@ class StoreWriter:
         try:
             for shard in () if stored.complete else Shard.each(path, stored):
                 shard.layout()
-            return cls(path, stored, lock, limit, is_part)
+            return cls(path, stored, lock, MOST if limit is None else limit, is_part)
         except BaseException:
             os.close(lock)
             raise
@@ -108,9 +107,7 @@ class StoreWriter:
     @property
     def full(self) -> bool:
         """Whether no more rows are needed; never before the block at `cursor` has come again."""
-        return self.complete or (
-            self._limit is not None and self._resume is None and self.rows >= self._limit
-        )
+        return self.complete or (self._resume is None and self.rows >= self._limit)
 
     @property
     def complete(self) -> bool:
@@ -144,14 +141,13 @@ class StoreWriter:
         rows, verdicts = self._admission.verdicts(activations)
         admitted = np.flatnonzero(verdicts == ADMITTED)
         cursor = json.loads(json.dumps(cursor))
-        begin, end = self._stored_already(cursor, len(admitted)), len(admitted)
+        begin, room = self._stored_already(cursor, len(admitted)), self._limit - self.rows
+        end = min(len(admitted), begin + max(0, room))
+        counted = len(rows) + 1
+        if end - begin >= room:  # the store is full: nothing counts after its last row
+            counted = int(admitted[end - 1]) + 1 if end else 0
         self._ended += self._current
-        if self._limit is not None and self.rows + end - begin >= self._limit:
-            end = min(end, begin + max(0, self._limit - self.rows))
-            last = int(admitted[end - 1]) + 1 if end else 0
-            self._current = _counts(verdicts[:last], dropped or {}, last)
-        else:
-            self._current = _counts(verdicts, dropped or {}, len(rows) + 1)
+        self._current = _counts(verdicts[:counted], dropped or {}, counted)
         if len(admitted) < len(rows):
             rows = rows[admitted]
             columns = {name: columns[name][admitted] for name in self.meta.row_values}
