@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from .split import (
     in_order,
     shuffled,
 )
-from .values import CODES, Spread, stacked
+from .values import CODES, Spread
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -207,11 +206,21 @@ class Rows(StoredRows):
             raise StoreError(
                 f"{self.store.path} has no column {name}; expected one of its columns ({columns})"
             )
-        return self._values(partial(self.store.row_values, name), batch_size)
+        return (self.store.row_values(name, rows) for rows in self.numbers(batch_size))
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
         """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
-        return self._values(lambda rows: rows, batch_size)
+        demand_at_least("batch_size", batch_size)
+        waiting = np.empty(0, np.int64)
+        for rows in self.store.rows_by_shard():
+            kept = self.source.keeps(rows)
+            waiting = np.concatenate([waiting, rows if kept is None else rows[kept]])
+            whole = len(waiting) // batch_size * batch_size
+            for begin in range(0, whole, batch_size):
+                yield waiting[begin : begin + batch_size]
+            waiting = waiting[whole:]
+        if len(waiting):
+            yield waiting
 
     def windows(self, source: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The windows that hold one of these rows, in stored order: token ids, (T,), and which of them are these rows,
@@ -245,23 +254,7 @@ class Rows(StoredRows):
             raise StoreError(
                 f"{self.store.path} has no true codes; expected a store of rows made of known features"
             )
-        return self._values(partial(self.store.row_values, CODES), batch_size)
-
-    def _values(self, of: Callable[[np.ndarray], Any], batch_size: int) -> Iterator[Any]:
-        """Values of these rows in batches, `of` their numbers within the store."""
-        demand_at_least("batch_size", batch_size)
-        waiting = None
-        for rows in self.store.rows_by_shard():
-            kept = self.source.keeps(rows)
-            values = of(rows if kept is None else rows[kept])
-            waiting = values if waiting is None else stacked([waiting, values])
-            whole = waiting.shape[0] // batch_size * batch_size  # sparse ones have no length
-            yield from (
-                waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size)
-            )
-            waiting = waiting[whole:]
-        if waiting is not None and waiting.shape[0]:
-            yield waiting
+        return (self.store.row_values(CODES, rows) for rows in self.numbers(batch_size))
 
 
 class JoinedRows(StoredRows):
