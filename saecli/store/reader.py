@@ -5,11 +5,11 @@ Legend: B rows of a batch, R rows, D = d_in, of all inputs together, E the targe
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from .split import (
     Part,
     Source,
     Split,
+    Stream,
     Which,
     in_order,
     shuffled,
@@ -293,13 +294,13 @@ class JoinedRows(StoredRows):
         )
 
 
-def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+def _side_by_side(streams: list[Stream]) -> Iterator[np.ndarray]:
     if len(streams) == 1:
         yield from streams[0]
         return
     with ExitStack() as opened:
         for stream in streams:
-            opened.enter_context(closing(cast(Generator[np.ndarray, None, None], stream)))
+            opened.enter_context(closing(stream))
         for parts in zip(*streams, strict=True):
             yield np.concatenate(parts, axis=1)
 

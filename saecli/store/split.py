@@ -11,12 +11,12 @@ Legend: B rows of a batch, R rows, D = d_in.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice, pairwise
-from typing import Literal, Self, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .shard import Chunks
 from .values import DTYPES
 
 Which = Literal["train", "test", "all"]
+Stream: TypeAlias = Generator[np.ndarray, None, None]  # batches of rows
 TEST_FRACTION = 0.1
 LARGEST_TABLE = 1 << 20  # numbers that are permuted by a table
 ROUNDS = 6
@@ -330,7 +331,7 @@ WHOLE = Part()
 _Block = tuple[np.ndarray, list[Future[None]]]  # rows, (R, D), and the tasks that fill them
 
 
-def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
+def in_order(source: Source, batch_size: int, part: Part) -> Stream:
     """The wanted rows in stored order, (B, D)."""
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
@@ -357,7 +358,7 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
     return _read_ahead(blocks, sizes.ahead, batch_size)
 
 
-def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Iterator[np.ndarray]:
+def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Stream:
     """The wanted rows once each, shuffled, (B, D) of the source's dtype.
 
     Without the `first` batches, which are not read. A window's rows are read forward through the store into memory, and
@@ -402,8 +403,6 @@ def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.nda
 
 def _of_part(order: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
     """The rows of a part of each batch; the last batch may be short."""
-    if part == WHOLE:
-        return order
     whole = len(order) - len(order) % batch_size
     batches, rest = order[:whole].reshape(-1, batch_size), order[whole:]
     (begin, end), (of_rest, stop) = part.of(batch_size), part.of(len(rest))
@@ -483,7 +482,7 @@ class _Blocks:
 
 def _read_ahead(
     blocks: Callable[[ThreadPoolExecutor], Iterator[_Block]], ahead: int, batch_size: int
-) -> Iterator[np.ndarray]:
+) -> Stream:
     """Yield blocks batch by batch, with `ahead` of them being filled; a task's error is raised here."""
     pool = ThreadPoolExecutor(READERS, "sae-read")
     try:
