@@ -108,7 +108,6 @@ def import_array(
 
 
 def _source_of(file: str, array: ArraySource, config: ImportConfig) -> dict[str, Any]:
-    """What determines the rows of an import."""
     if Path(file).exists():
         sha256 = file_sha256(Path(file))
     else:
@@ -269,7 +268,6 @@ def open_array(
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path) -> Array:
-    """The array with a key, or the only one."""
     keys = _words(arrays) or "none"
     if key is None:
         if len(arrays) != 1:

@@ -200,10 +200,8 @@ def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tupl
 def note_massive_rows(store: ActivationStore, listener: Listener) -> None:
     """Warn about rows of massive norm, which decide a fit. Cost: opens every shard, and reads no rows."""
     multiple = store.meta.max_norm_multiple
-    if multiple is not None and multiple <= OUTLYING:
-        return
-    if statistics := stored_statistics(store.path, store.meta):
-        note_massive(store.name, statistics, listener)
+    if store.rows and (multiple is None or multiple > OUTLYING):
+        note_massive(store.name, stored_statistics(store.path, store.meta), listener)
 
 
 def note_massive(name: str, statistics: Statistics, listener: Listener) -> None:

@@ -187,9 +187,7 @@ class Rows(StoredRows):
         """
         store, split = self.store, self.split
         if split.which == "train" and split.fraction == 1:
-            stored = stored_statistics(store.path, store.meta)
-            assert stored is not None
-            whole = stored.spread
+            whole = stored_statistics(store.path, store.meta).spread
             if self.rows == store.rows:
                 return whole
             rest = whole - Rows.chosen(store, replace(split, which="test")).measured()
@@ -285,7 +283,6 @@ class JoinedRows(StoredRows):
         )
 
     def spread(self) -> Spread:
-        """Mean and scatter of all D + E dimensions."""
         spreads = [rows.spread() for rows in self.all]
         return Spread(
             self.rows,

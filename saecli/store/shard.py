@@ -202,10 +202,9 @@ def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
-    """The statistics of all rows of a store; None without a shard. Cost: opens every shard, and reads no rows."""
-    each = (shard.statistics() for shard in Shard.each(path, meta))
-    return reduce(add, each) if meta.shards else None
+def stored_statistics(path: Path, meta: StoreMeta) -> Statistics:
+    """The statistics of all rows of a store that has some. Cost: opens every shard, and reads no rows."""
+    return reduce(add, (shard.statistics() for shard in Shard.each(path, meta)))
 
 
 class Chunks:

@@ -339,7 +339,6 @@ def in_order(source: Source, batch_size: int, part: Part) -> Stream:
     sizes = _Blocks(source, batch_size)
 
     def read(begin: int, end: int, out: np.ndarray) -> None:
-        """Decode wanted rows `begin` to `end`, chunk by chunk."""
         row, chunk = begin, int(np.searchsorted(ends, begin, side="right"))
         while row < end:
             before = int(ends[chunk] - source.counts[chunk])
