@@ -100,7 +100,7 @@ def import_array(
         if (finished := finished_store(folder, meta.request_hash)) is not None:
             return finished
 
-        def blocks(_: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
+        def blocks(start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
             for begin, rows in array.blocks(start):
                 yield begin, rows, array.columns(begin, begin + len(rows))
 
@@ -167,8 +167,8 @@ def import_synthetic(
             world=WorldRecord(world.features, hashlib.sha256(content).hexdigest()),
         )
 
-        def blocks(writer: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
-            _write_world(folder, content, writer.meta.world, meta.world)
+        def blocks(start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
+            _write_world(folder, content, meta.world)
             for begin in range(start, config.rows, world.block_rows):
                 codes = world.codes(config.seed, begin // world.block_rows)[: config.rows - begin]
                 yield begin, world.rows(codes), {CODES: codes}
@@ -176,10 +176,9 @@ def import_synthetic(
         return _filled(folder, meta, config.rows, "sampling", listener, blocks)
 
 
-def _write_world(
-    folder: Path, content: bytes, begun: WorldRecord | None, world: WorldRecord | None
-) -> None:
+def _write_world(folder: Path, content: bytes, world: WorldRecord | None) -> None:
     """Write `world.safetensors` unless it is there; StoreError if the store was begun with another world."""
+    begun = ActivationStore.open(folder).meta.world
     if begun != world:
         raise StoreError(
             f"cannot go on with {folder}: expected a world of SHA-256 {begun}, got {world}, as another machine "
@@ -208,7 +207,7 @@ def _filled(
     rows: int,
     label: str,
     listener: Listener,
-    blocks: Callable[[StoreWriter, int], Iterator[tuple[int, np.ndarray, Columns]]],
+    blocks: Callable[[int], Iterator[tuple[int, np.ndarray, Columns]]],
 ) -> ActivationStore:
     """Fill a store with blocks, from a given row on: the first one's number, the rows and their columns."""
     with StoreWriter.open(folder, meta) as writer, listener.progress(label, rows, "rows") as show:
@@ -216,7 +215,7 @@ def _filled(
         start = writer.cursor["row"] if writer.cursor else 0
         if writer.rows:
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
-        for begin, block, columns in () if writer.complete else blocks(writer, start):
+        for begin, block, columns in () if writer.complete else blocks(start):
             writer.append(block, columns, {"row": begin})
             show(writer.rows)
         writer.finish()

@@ -221,9 +221,9 @@ class Chunks:
         self.rows, self.d_in, self.dtype = meta.rows, meta.d_in, meta.dtype
         self.storage = DTYPES[meta.dtype].storage
         self.shards = Shard.each(path, meta)
-        # Each one's first chunk and first row, then their number.
-        self._first_chunks = _starts([shard.chunks for shard in self.shards])
-        self.shard_starts = _starts([shard.record.rows for shard in self.shards])
+        # Each one's first row, then the number of rows.
+        rows = [shard.record.rows for shard in self.shards]
+        self.shard_starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
         self._layouts: dict[int, Layout] = {}
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
@@ -321,8 +321,10 @@ class Chunks:
 
     def _within_shard(self, chunk: int) -> tuple[Shard, int, int]:
         """A chunk's shard, that shard's number, and the chunk's within it."""
-        number = int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1
-        return self.shards[number], number, chunk - int(self._first_chunks[number])
+        row = int(self.chunk_starts[chunk])
+        number = int(np.searchsorted(self.shard_starts, row, side="right")) - 1
+        shard = self.shards[number]
+        return shard, number, (row - int(self.shard_starts[number])) // shard.chunk_rows
 
     def _open(self, number: int) -> tuple[Layout, mmap.mmap]:
         shard = self.shards[number]
@@ -344,7 +346,3 @@ class Chunks:
                 f"{make_anew(self.path)}"
             )
         return layout, mapped
-
-
-def _starts(counts: list[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
