@@ -438,7 +438,7 @@ class PamSgd(Revival, ClosedForm):
     name: ClassVar[str] = "pam-sgd"
     made_by: ClassVar[str] = "upkeep:PamSgdSolver"
     trained: ClassVar[int] = 2  # once the decoder is released
-    # SmolLM2-135M-Instruct, topk 32, 1,000 steps: FVU 0.191, at twice the rate 0.186, at thrice 0.202; sgd gets worse.
+    # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201; sgd gets worse.
     most_for_few: ClassVar[float] = 2.0
 
     decoder_every: Annotated[

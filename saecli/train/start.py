@@ -89,7 +89,7 @@ def default_learning_rate(
 ) -> float:
     """Peak learning rate of Adam, for rows of mean squared norm D.
 
-        lr = 0.057 / sqrt(D) * min(1, firings / 4)^(2/3) * max(1, min(most_for_few, sqrt(4000 / steps)))
+        lr = 0.057 / sqrt(D) * min(1, firings / 4)^(2/3) * max(1, min(most_for_few, (4000 / steps)^(1/3)))
 
     A step of Adam moves a latent, of norm about 1, by up to `lr sqrt(D)`. A latent's steps are noisier if it fires on
     few rows per batch: `firings`, above 0. With few steps an encoder whose decoder is solved for takes larger ones.
@@ -102,7 +102,7 @@ def default_learning_rate(
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
     rate = HIGHEST_RATE / math.sqrt(d_in) * min(1.0, firings / ENOUGH_FIRINGS) ** (2 / 3)
-    return rate * max(1.0, min(most_for_few, math.sqrt(DEFAULT_STEPS / steps)))
+    return rate * max(1.0, min(most_for_few, (DEFAULT_STEPS / steps) ** (1 / 3)))
 
 
 @dataclass(frozen=True, eq=False)
