@@ -1,0 +1,296 @@
+"""examples/cross_layer.py: the decoder against lstsq, the set spliced in against plain hooks, and its refusals."""
+
+import json
+import math
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from homes import make_run
+from launching import captured, python_with
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import saecli
+from saecli.base.console import Silent
+from saecli.base.home import Home
+from saecli.extract.options import TINY_GEMMA2
+from saecli.sae.activations import Activation, Relu, TopK
+from saecli.sae.codes import Codes
+from saecli.sae.dictionary import SAE
+
+ASSETS = Path(saecli.__file__).parent / "assets"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+sys.path.append(str(EXAMPLES))
+from cross_layer import LayerSet, export, moments_of  # noqa: E402
+from cross_layer_decoder import Factor, Moments, solve  # noqa: E402
+
+LAYERS, ROWS, E, ALPHA = 3, 200, 4, 0.1
+SIZES = (5, 3, 6)
+
+
+def problem() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Codes of each layer, sparse, of different scales and widths, one latent dead; targets far from 0, (N, L, E)."""
+    generator = torch.Generator().manual_seed(0)
+    codes = [
+        10.0**layer * torch.randn(ROWS, size, generator=generator, dtype=torch.float64).relu()
+        for layer, size in enumerate(SIZES)
+    ]
+    codes[1][:, 2] = 0
+    mixed = torch.cat(codes, 1).sqrt() @ torch.randn(
+        sum(SIZES), LAYERS * E, generator=generator, dtype=torch.float64
+    )
+    return codes, 100 + mixed.view(ROWS, LAYERS, E)
+
+
+def collected(codes: list[torch.Tensor], y: torch.Tensor) -> Moments:
+    moments = Moments(SIZES, y.mean(0), (y - y.mean(0)).square().sum(0), len(y))
+    for block in torch.arange(len(y)).split(64):
+        moments.add([Codes(own[block]) for own in codes], y[block])
+    return moments
+
+
+def sources_of(target: int, growth: float) -> range:
+    return range(target if math.isinf(growth) else 0, target + 1)
+
+
+def oracle(
+    codes: list[torch.Tensor], y: torch.Tensor, target: int, growth: float, kept: torch.Tensor
+) -> torch.Tensor:
+    """The predictions of one layer for all rows, by a fit to the kept ones: lstsq of codes, a column of ones, and the
+    roots of the ridge below them, whose scale is that of all rows."""
+    sources = sources_of(target, growth)
+    design = torch.cat([*(codes[source] for source in sources), torch.ones(len(y), 1).double()], 1)
+    roots = []
+    for source in sources:
+        scale = (codes[source] - codes[source].mean(0)).square().sum(0).mean()
+        distance = target - source
+        roots += [(ALPHA * scale * (growth**distance if distance else 1)).sqrt()] * SIZES[source]
+    ridge = torch.diag(torch.stack([*roots, torch.zeros(()).double()]))[:-1]
+    right = torch.cat([y[kept, target], torch.zeros(len(ridge), E).double()])
+    solution = torch.linalg.lstsq(torch.cat([design[kept], ridge]), right, driver="gelsd").solution
+    return design @ solution
+
+
+@pytest.mark.parametrize("growth", [1.0, 4.0, math.inf])
+def test_decoders_of_all_layers_are_those_of_one_lstsq_per_layer(growth: float):
+    codes, y = problem()
+    decoders = solve(collected(codes, y), growth, ALPHA, torch.float64)
+    joint = [Codes(own) for own in codes]
+    for target in range(LAYERS):
+        expected = oracle(codes, y, target, growth, torch.arange(ROWS))
+        torch.testing.assert_close(decoders.predict(target, joint), expected)
+        assert [*decoders.weights[target]] == [*sources_of(target, growth)]
+
+
+def test_one_factor_gives_the_leave_one_out_error_of_every_layer():
+    codes, y = problem()
+    measured = Factor(collected(codes, y), 0, range(LAYERS), ALPHA, 1.0).left_out()
+    for target in range(LAYERS):
+        errors = []
+        for row in range(ROWS):
+            kept = torch.arange(ROWS) != row
+            y_hat = oracle(codes, y, target, 1.0, kept)[row]
+            errors.append((y_hat - y[row, target]).square().sum().item())
+        variance = (y[:, target] - y[:, target].mean(0)).square().sum(1).mean().item()
+        assert measured[target] == pytest.approx(np.mean(errors) / variance)
+
+
+def test_alpha_has_a_lower_leave_one_out_error_than_its_neighbours():
+    codes, y = problem()
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moments = collected(codes, y + 5 * noise)
+    alpha = solve(moments, 2.0).alpha
+
+    def error(alpha: float) -> float:
+        factors = [Factor(moments, 0, range(t, t + 1), alpha, 2.0) for t in range(LAYERS)]
+        return float(np.mean([factor.left_out() for factor in factors]))
+
+    assert error(alpha) < min(error(3 * alpha), error(alpha / 3))
+    assert math.log(alpha, 3) == pytest.approx(round(math.log(alpha, 3)))
+
+
+TRAIN = "train --each --act batchtopk --k 8 --d-sae 64 --steps 60 --name t"
+TOKENS, DEPTH, WIDTH = 300, 4, 128
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with stores of MLP inputs and outputs of all layers of tiny-gemma2, and the set `t-*`."""
+    home = tmp_path_factory.mktemp("home")
+    sites = ["mlp_in", "mlp_out"]
+    saecli.extract(TINY_GEMMA2, layer="all", site=sites, rows=3000, name="m", home=home)
+    pairs = ["--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out"]
+    done = captured(["sae", "--home", home, *TRAIN.split(), *pairs], env=HERE)
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+def make_set(home: Path, name: str, activation: Activation | None = None, **changes: Any) -> None:
+    """Runs NAME-0, ... as the set `t-*`, with another activation or other tensors, once."""
+    if (home / "runs" / f"{name}-0").exists():
+        return
+    for layer in range(DEPTH):
+        sae = saecli.load_sae(f"t-m-l{layer}-mlp_in", home)
+        origin = {"model": TINY_GEMMA2, "layer": layer, "site": "mlp_in"}
+        origin |= {"target_layer": layer, "target_site": "mlp_out"}
+        tensors = sae.tensors() if activation is None else sae.changed(activation).tensors()
+        parts = [tensors.pop(part) for part in ("W_enc", "b_enc", "W_dec", "b_dec")]
+        act = activation or sae.activation
+        parameters = {part: tensors[part] for part in act.parameters(64)}
+        made = SAE(*parts, act, parameters, **changes)
+        folder = make_run(home, f"{name}-{layer}", made, data=f"m-l{layer}-mlp_in", origin=origin)
+        document = json.loads((folder / "run.json").read_text())
+        document["target"] = f"m-l{layer}-mlp_out"
+        (folder / "run.json").write_text(json.dumps(document))
+
+
+def example(home: Path, *words: str | Path) -> Any:
+    command = [sys.executable, EXAMPLES / "cross_layer.py", "--home", home, *words]
+    return captured([*command, "--model", TINY_GEMMA2, "--tokens", str(TOKENS)], env=HERE)
+
+
+def measured(home: Path, *words: str) -> dict[str, Any]:
+    path = home / "measures.json"
+    done = example(home, *words, "--json", path)
+    assert done.returncode == 0, done.stderr
+    return {document["decoder"]: document for document in json.loads(path.read_text())}
+
+
+def plain_kl(home: Path, clt: Path) -> float:
+    """KL(clean || spliced) on held-out tokens, by hooks that read the files for circuit-tracer."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / TINY_GEMMA2)
+    layers = range(len(model.model.layers))
+    files = [load_file(clt / f"W_enc_{layer}.safetensors") for layer in layers]
+    decoders = [load_file(clt / f"W_dec_{layer}.safetensors")[f"W_dec_{layer}"] for layer in layers]
+    codes: dict[int, torch.Tensor] = {}
+
+    def encode(layer: int, module: Any, args: Any) -> None:
+        W_enc, b_enc, threshold = (
+            files[layer][f"{name}_{layer}"] for name in ("W_enc", "b_enc", "threshold")
+        )
+        pre = args[0].float() @ W_enc.T + b_enc
+        codes[layer] = pre * (pre > threshold)
+
+    def replace(layer: int, replaced: torch.Tensor, module: Any, args: Any, output: Any) -> Any:
+        parts = [codes[source] @ decoders[source][:, layer - source] for source in range(layer + 1)]
+        y_hat = sum(parts) + files[layer][f"b_dec_{layer}"]
+        return torch.where(replaced[None, :, None], y_hat.to(output), output)
+
+    store = saecli.open_store(home / "activations" / "m-l0-mlp_in")
+    total, count = 0.0, 0
+    for token_ids, is_row in store.split("test").windows():
+        ids, replaced = torch.from_numpy(token_ids)[None], torch.from_numpy(is_row)
+        with torch.no_grad():
+            clean = model(ids).logits.float().log_softmax(-1)[0, replaced]
+        handles = []
+        for layer, block in enumerate(model.model.layers):
+            handles.append(block.mlp.register_forward_pre_hook(partial(encode, layer)))
+            written = block.post_feedforward_layernorm
+            handles.append(written.register_forward_hook(partial(replace, layer, replaced)))
+        with torch.no_grad():
+            changed = model(ids).logits.float().log_softmax(-1)[0, replaced]
+        for handle in handles:
+            handle.remove()
+        total += (clean.exp() * (clean - changed)).sum().item()
+        count += int(replaced.sum())
+        if count >= TOKENS:
+            break
+    return total / count
+
+
+def test_the_set_across_layers_beats_each_layer_alone_and_reads_as_written(
+    trained: Path, tmp_path: Path
+):
+    clt = tmp_path / "clt"
+    by_name = measured(trained, "t-*", "--growth", "1", "--out", str(clt))
+    own, refitted, across = by_name.values()
+    assert [*by_name] == ["own", "refitted", "across, g = 1"]
+    words = ["eval", "t-*", "--model", TINY_GEMMA2, "--together", "--tokens", str(TOKENS)]
+    evaluated = captured(["sae", "--home", trained, *words, "--json"], env=HERE)
+    document = json.loads(evaluated.stdout)
+    assert own["kl"] == pytest.approx(document["together"]["kl"], rel=1e-4)
+    assert own["fvu"] == pytest.approx([run["fvu"] for run in document["runs"]], rel=1e-3)
+    assert own["l0"] == refitted["l0"] == across["l0"]
+    assert refitted["own_fraction"] == pytest.approx([1] * len(refitted["fvu"]))
+    assert across["fvu"][0] == pytest.approx(refitted["fvu"][0], rel=2e-2)  # but for its alpha
+    assert all(
+        less < more for less, more in zip(across["fvu"][1:], refitted["fvu"][1:], strict=True)
+    )
+    assert across["kl"] == pytest.approx(plain_kl(trained, clt), rel=1e-2)  # may be bfloat16
+    assert yaml.safe_load((clt / "config.yaml").read_text())["model_kind"] == (
+        "cross_layer_transcoder"
+    )
+
+
+def test_a_ridge_that_grows_with_distance_moves_the_outputs_to_their_own_codes(trained: Path):
+    make_set(trained, "relu", Relu())
+    words = [word for growth in ("1", "100", "inf") for word in ("--growth", growth)]
+    measures = measured(trained, "relu-*", *words)
+    near, middle, far = (
+        np.mean(measures[f"across, g = {growth}"]["own_fraction"][1:])
+        for growth in ("1", "100", "inf")
+    )
+    assert near < middle < far == pytest.approx(1)
+    refitted, alone = measures["refitted"], measures["across, g = inf"]
+    assert alone["fvu"] == pytest.approx(refitted["fvu"], rel=2e-2)
+
+
+def test_what_makes_no_cross_layer_transcoder_is_one_sentence(trained: Path):
+    make_set(trained, "topk", TopK(k=8))
+    make_set(trained, "skip", W_skip=torch.zeros(WIDTH, WIDTH))
+    refusals = {
+        "t-m-l1-mlp_in topk-1": "t-m-l1-mlp_in and topk-1 are both of layer 1: expected one run",
+        "t-m-l1-mlp_in --out new": "got none for layers 0, 2, 3",
+        "topk-* --out new": "topk-0 has topk; train with --act batchtopk",
+        "skip-*": "skip-0 has a skip: expected transcoders without one",
+        "t-* --growth 0.5": "expected a growth of at least 1, got 0.5",
+        "none-*": "no run matches 'none-*'",
+    }
+    for words, sentence in refusals.items():
+        done = example(trained, *words.split())
+        assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
+    assert not Path("new").exists()
+
+
+READ = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+from circuit_tracer.utils.caching import load_transcoders_from_cache
+folder, rows = Path(sys.argv[1]), torch.from_numpy(np.load(sys.argv[2]))
+clt, config = load_transcoders_from_cache(folder.name, cache_dir=folder.parent, lazy_decoder=False)
+assert (config["feature_input_hook"], config["feature_output_hook"]) == ("mlp.hook_in", "hook_mlp_out")
+with torch.no_grad():
+    codes = clt.encode(rows)
+    np.savez(sys.argv[3], codes=codes.numpy(), y_hat=clt.decode(codes.to_sparse()).numpy())
+"""
+
+
+@pytest.mark.parametrize("name", ["t", "relu"])
+def test_circuit_tracer_reads_the_same_codes_and_reconstructions(
+    trained: Path, tmp_path: Path, name: str
+):
+    python = python_with("circuit-tracer")
+    make_set(trained, "relu", Relu())
+    layers = LayerSet.of(Home.at(trained), [f"{name}-*"], Silent())
+    decoders = solve(moments_of(layers, layers.rows("train"), Silent()))
+    export(layers, decoders, tmp_path / "clt")
+    inputs, codes, y = next(layers.blocks(layers.rows("test")))
+    np.save(tmp_path / "rows.npy", torch.stack(inputs).numpy())
+    words = [tmp_path / "clt", tmp_path / "rows.npy", tmp_path / "read.npz"]
+    done = captured([python, "-c", READ, *words], env=HERE)
+    assert done.returncode == 0, done.stderr
+    read = np.load(tmp_path / "read.npz")
+    for layer, own in enumerate(codes):
+        np.testing.assert_allclose(read["codes"][layer], own.dense(), rtol=1e-4, atol=1e-4)
+        y_hat = decoders.predict(layer, codes)
+        np.testing.assert_allclose(read["y_hat"][layer], y_hat, rtol=1e-4, atol=1e-4)
+        assert (y_hat - y[:, layer]).norm() < 0.9 * (y[:, layer] - y[:, layer].mean(0)).norm()
