@@ -29,8 +29,8 @@ ASSETS = Path(saecli.__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 sys.path.append(str(EXAMPLES))
-from cross_layer import LayerSet, export, moments_of  # noqa: E402
-from cross_layer_decoder import Factor, Moments, solve  # noqa: E402
+from cross_layer import LayerSet, export, main, moments_of  # noqa: E402
+from cross_layer_decoder import Moments, left_out, solve  # noqa: E402
 
 LAYERS, ROWS, E, ALPHA = 3, 200, 4, 0.1
 SIZES = (5, 3, 6)
@@ -90,14 +90,15 @@ def test_decoders_of_all_layers_are_those_of_one_lstsq_per_layer(growth: float):
         assert [*decoders.weights[target]] == [*sources_of(target, growth)]
 
 
-def test_one_factor_gives_the_leave_one_out_error_of_every_layer():
+@pytest.mark.parametrize("growth", [1.0, 4.0])
+def test_one_pass_gives_the_leave_one_out_error_of_every_layer(growth: float):
     codes, y = problem()
-    measured = Factor(collected(codes, y), 0, range(LAYERS), ALPHA, 1.0).left_out()
+    measured = left_out(collected(codes, y), ALPHA, growth)
     for target in range(LAYERS):
         errors = []
         for row in range(ROWS):
             kept = torch.arange(ROWS) != row
-            y_hat = oracle(codes, y, target, 1.0, kept)[row]
+            y_hat = oracle(codes, y, target, growth, kept)[row]
             errors.append((y_hat - y[row, target]).square().sum().item())
         variance = (y[:, target] - y[:, target].mean(0)).square().sum(1).mean().item()
         assert measured[target] == pytest.approx(np.mean(errors) / variance)
@@ -110,8 +111,7 @@ def test_alpha_has_a_lower_leave_one_out_error_than_its_neighbours():
     alpha = solve(moments, 2.0).alpha
 
     def error(alpha: float) -> float:
-        factors = [Factor(moments, 0, range(t, t + 1), alpha, 2.0) for t in range(LAYERS)]
-        return float(np.mean([factor.left_out() for factor in factors]))
+        return float(np.mean(left_out(moments, alpha, 2.0)))
 
     assert error(alpha) < min(error(3 * alpha), error(alpha / 3))
     assert math.log(alpha, 3) == pytest.approx(round(math.log(alpha, 3)))
@@ -119,37 +119,45 @@ def test_alpha_has_a_lower_leave_one_out_error_than_its_neighbours():
 
 TRAIN = "train --each --act batchtopk --k 8 --d-sae 64 --steps 60 --name t"
 TOKENS, DEPTH, WIDTH = 300, 4, 128
+SITES = ["mlp_in", "mlp_out"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with stores of MLP inputs and outputs of all layers of tiny-gemma2, and the set `t-*`."""
     home = tmp_path_factory.mktemp("home")
-    sites = ["mlp_in", "mlp_out"]
-    saecli.extract(TINY_GEMMA2, layer="all", site=sites, rows=3000, name="m", home=home)
+    for name, rows in (("m", 3000), ("few", 500)):
+        saecli.extract(TINY_GEMMA2, layer="all", site=SITES, rows=rows, name=name, home=home)
     pairs = ["--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out"]
     done = captured(["sae", "--home", home, *TRAIN.split(), *pairs], env=HERE)
     assert done.returncode == 0, done.stderr
     return home
 
 
-def make_set(home: Path, name: str, activation: Activation | None = None, **changes: Any) -> None:
-    """Runs NAME-0, ... as the set `t-*`, with another activation or other tensors, once."""
+def make_set(
+    home: Path,
+    name: str,
+    activation: Activation | None = None,
+    model: str = TINY_GEMMA2,
+    stores: str = "m",
+    **changes: Any,
+) -> None:
+    """Runs NAME-0, ... as the set `t-*`, with another activation, model, stores or other tensors, once."""
     if (home / "runs" / f"{name}-0").exists():
         return
     for layer in range(DEPTH):
+        data, target = (f"{stores}-l{layer}-{site}" for site in SITES)
         sae = saecli.load_sae(f"t-m-l{layer}-mlp_in", home)
-        origin = {"model": TINY_GEMMA2, "layer": layer, "site": "mlp_in"}
-        origin |= {"target_layer": layer, "target_site": "mlp_out"}
-        tensors = sae.tensors() if activation is None else sae.changed(activation).tensors()
+        if activation is not None:
+            sae = sae.changed(activation)
+        tensors = sae.tensors()
         parts = [tensors.pop(part) for part in ("W_enc", "b_enc", "W_dec", "b_dec")]
-        act = activation or sae.activation
-        parameters = {part: tensors[part] for part in act.parameters(64)}
-        made = SAE(*parts, act, parameters, **changes)
-        folder = make_run(home, f"{name}-{layer}", made, data=f"m-l{layer}-mlp_in", origin=origin)
+        made = SAE(*parts, sae.activation, tensors, **changes)
+        origin = {"model": model, "layer": layer, "site": SITES[0]}
+        origin |= {"target_layer": layer, "target_site": SITES[1]}
+        folder = make_run(home, f"{name}-{layer}", made, data=data, origin=origin)
         document = json.loads((folder / "run.json").read_text())
-        document["target"] = f"m-l{layer}-mlp_out"
-        (folder / "run.json").write_text(json.dumps(document))
+        (folder / "run.json").write_text(json.dumps(document | {"target": target}))
 
 
 def example(home: Path, *words: str | Path) -> Any:
@@ -210,20 +218,23 @@ def test_the_set_across_layers_beats_each_layer_alone_and_reads_as_written(
     trained: Path, tmp_path: Path
 ):
     clt = tmp_path / "clt"
-    by_name = measured(trained, "t-*", "--growth", "1", "--out", str(clt))
-    own, refitted, across = by_name.values()
-    assert [*by_name] == ["own", "refitted", "across, g = 1"]
+    by_name = measured(trained, "t-*", "--out", str(clt))
+    own, alone, across = by_name.values()
+    assert [*by_name] == ["own", "g = inf", "g = 1"]
     words = ["eval", "t-*", "--model", TINY_GEMMA2, "--together", "--tokens", str(TOKENS)]
     evaluated = captured(["sae", "--home", trained, *words, "--json"], env=HERE)
     document = json.loads(evaluated.stdout)
     assert own["kl"] == pytest.approx(document["together"]["kl"], rel=1e-4)
     assert own["fvu"] == pytest.approx([run["fvu"] for run in document["runs"]], rel=1e-3)
-    assert own["l0"] == refitted["l0"] == across["l0"]
-    assert refitted["own_fraction"] == pytest.approx([1] * len(refitted["fvu"]))
-    assert across["fvu"][0] == pytest.approx(refitted["fvu"][0], rel=2e-2)  # but for its alpha
-    assert all(
-        less < more for less, more in zip(across["fvu"][1:], refitted["fvu"][1:], strict=True)
-    )
+    assert own["l0"] == alone["l0"] == across["l0"]
+    assert alone["own_fraction"] == pytest.approx([1] * DEPTH)
+    for layer, fvu in enumerate(alone["fvu"]):
+        data, target = (f"m-l{layer}-{site}" for site in SITES)
+        refitted = saecli.refit(f"t-{data}", home=trained)
+        again = saecli.evaluate(refitted, data, target=target, home=trained)
+        assert fvu == pytest.approx(again["fvu"], rel=1e-2)  # but for its alpha
+    assert across["fvu"][0] == pytest.approx(alone["fvu"][0], rel=2e-2)  # but for its alpha
+    assert all(less < more for less, more in zip(across["fvu"][1:], alone["fvu"][1:], strict=True))
     assert across["kl"] == pytest.approx(plain_kl(trained, clt), rel=1e-2)  # may be bfloat16
     assert yaml.safe_load((clt / "config.yaml").read_text())["model_kind"] == (
         "cross_layer_transcoder"
@@ -235,28 +246,35 @@ def test_a_ridge_that_grows_with_distance_moves_the_outputs_to_their_own_codes(t
     words = [word for growth in ("1", "100", "inf") for word in ("--growth", growth)]
     measures = measured(trained, "relu-*", *words)
     near, middle, far = (
-        np.mean(measures[f"across, g = {growth}"]["own_fraction"][1:])
-        for growth in ("1", "100", "inf")
+        np.mean(measures[f"g = {growth}"]["own_fraction"][1:]) for growth in ("1", "100", "inf")
     )
     assert near < middle < far == pytest.approx(1)
-    refitted, alone = measures["refitted"], measures["across, g = inf"]
-    assert alone["fvu"] == pytest.approx(refitted["fvu"], rel=2e-2)
 
 
-def test_what_makes_no_cross_layer_transcoder_is_one_sentence(trained: Path):
+def test_what_makes_no_cross_layer_transcoder_is_one_sentence(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+):
     make_set(trained, "topk", TopK(k=8))
     make_set(trained, "skip", W_skip=torch.zeros(WIDTH, WIDTH))
+    make_set(trained, "other", model="gpt2")
+    make_set(trained, "few", stores="few")
     refusals = {
         "t-m-l1-mlp_in topk-1": "t-m-l1-mlp_in and topk-1 are both of layer 1: expected one run",
+        "t-* --growth inf --out new": "expected a finite last --growth, got inf and new",
         "t-m-l1-mlp_in --out new": "got none for layers 0, 2, 3",
         "topk-* --out new": "topk-0 has topk; train with --act batchtopk",
-        "skip-*": "skip-0 has a skip: expected transcoders without one",
+        "skip-*": "skip-0 has a skip: expected transcoders that predict from codes alone",
+        "t-m-l0* other-1": "expected the same model, got tiny-gemma2 and gpt2",
+        "t-m-l0* few-1": "not row for row the same tokens",
         "t-* --growth 0.5": "expected a growth of at least 1, got 0.5",
         "none-*": "no run matches 'none-*'",
     }
     for words, sentence in refusals.items():
-        done = example(trained, *words.split())
-        assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1], done.stderr
+        argv = ["cross_layer.py", *words.split(), "--home", str(trained), "--model", TINY_GEMMA2]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert isinstance(stop.value.code, str) and sentence in stop.value.code
     assert not Path("new").exists()
 
 
@@ -281,10 +299,11 @@ def test_circuit_tracer_reads_the_same_codes_and_reconstructions(
     python = python_with("circuit-tracer")
     make_set(trained, "relu", Relu())
     layers = LayerSet.of(Home.at(trained), [f"{name}-*"], Silent())
-    decoders = solve(moments_of(layers, layers.rows("train"), Silent()))
+    decoders = solve(moments_of(layers, Silent()))
     export(layers, decoders, tmp_path / "clt")
-    inputs, codes, y = next(layers.blocks(layers.rows("test")))
-    np.save(tmp_path / "rows.npy", torch.stack(inputs).numpy())
+    codes, y = next(layers.blocks(layers.held_out))
+    rows = next(layers.held_out.sequential(len(y)))[:, : DEPTH * WIDTH]
+    np.save(tmp_path / "rows.npy", rows.reshape(-1, DEPTH, WIDTH).swapaxes(0, 1))
     words = [tmp_path / "clt", tmp_path / "rows.npy", tmp_path / "read.npz"]
     done = captured([python, "-c", READ, *words], env=HERE)
     assert done.returncode == 0, done.stderr
