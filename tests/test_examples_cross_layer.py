@@ -126,7 +126,7 @@ SITES = ["mlp_in", "mlp_out"]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with stores of MLP inputs and outputs of all layers of tiny-gemma2, and the set `t-*`."""
     home = tmp_path_factory.mktemp("home")
-    for name, rows in (("m", 3000), ("few", 500)):
+    for name, rows in (("m", 3000), ("few", 1500)):
         saecli.extract(TINY_GEMMA2, layer="all", site=SITES, rows=rows, name=name, home=home)
     pairs = ["--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out"]
     done = captured(["sae", "--home", home, *TRAIN.split(), *pairs], env=HERE)
