@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ ASSETS = Path(saecli.__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 sys.path.append(str(EXAMPLES))
-from cross_layer import LayerSet, export, main, moments_of  # noqa: E402
+from cross_layer import LayerSet, export, main, moments_of, on_held_out_rows  # noqa: E402
 from cross_layer_decoder import Moments, left_out, solve  # noqa: E402
+from cross_layer_descent import Descent  # noqa: E402
 
 LAYERS, ROWS, E, ALPHA = 3, 200, 4, 0.1
 SIZES = (5, 3, 6)
@@ -249,6 +251,34 @@ def test_a_ridge_that_grows_with_distance_moves_the_outputs_to_their_own_codes(t
         np.mean(measures[f"g = {growth}"]["own_fraction"][1:]) for growth in ("1", "100", "inf")
     )
     assert near < middle < far == pytest.approx(1)
+
+
+def test_one_layer_has_one_decoder_whatever_the_growth(trained: Path):
+    layers = LayerSet.of(Home.at(trained), ["t-m-l1-mlp_in"], Silent())
+    moments = moments_of(layers, Silent())
+    across, alone = (solve(moments, growth, ALPHA) for growth in (1.0, math.inf))
+    assert torch.equal(across.weights[0][0], alone.weights[0][0])
+    assert on_held_out_rows(layers, across) == on_held_out_rows(layers, alone)
+
+
+def test_descent_and_closed_form_each_lower_the_error_of_training_rows(trained: Path):
+    set_of_runs = LayerSet.of(Home.at(trained), ["t-*"], Silent())
+    descent = Descent(replace(set_of_runs, held_out=set_of_runs.training), rounds=8, lr=0.03)
+    before = descent.layers()  # with thresholds for k active latents
+    moments = moments_of(before, Silent())
+    decoders = solve(moments, 1.0, ALPHA)
+    for epoch in range(8):
+        descent.descend(decoders, moments.variances, epoch)
+    after = descent.layers()
+    solved = solve(moments_of(after, Silent()), 1.0, ALPHA)
+    old, moved, new = (
+        on_held_out_rows(layers, own)
+        for layers, own in ((before, decoders), (after, decoders), (after, solved))
+    )
+    assert np.mean(new["fvu"]) < np.mean(moved["fvu"]) < 0.99 * np.mean(old["fvu"])
+    assert np.mean([old["l0"], new["l0"]], 1) == pytest.approx(8, rel=0.02)  # k
+    loaded = saecli.load_sae("t-m-l0-mlp_in", trained)
+    assert torch.equal(before.saes[0].W_enc, loaded.W_enc)  # not changed in place
 
 
 def test_what_makes_no_cross_layer_transcoder_is_one_sentence(
