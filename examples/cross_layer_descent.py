@@ -47,7 +47,7 @@ class Descent:
         self.rows, self.done = layers.training, 0
         self.total = rounds * max(1, self.rows.rows // BATCH)
         stride = max(1, self.rows.rows // CALIBRATED)
-        sample = [block[::stride] for block in self.rows.sequential(BATCH)]
+        sample = [block[::stride].copy() for block in self.rows.sequential(BATCH)]
         self.sample, _ = parts_of(np.concatenate(sample), self.saes)  # inputs
         groups = []
         for sae, x in zip(self.saes, self.sample, strict=True):
