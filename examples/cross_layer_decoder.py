@@ -213,7 +213,8 @@ def solve(
             W_dec = _solved(factor, half, transposed=True)
             z_mean = moments.z_mean[begin : begin + len(W_dec)]
             biases.append((moments.y_mean[target] - z_mean @ W_dec).to(dtype))
+            W_dec = W_dec.to(dtype).contiguous()  # LAPACK's are column-major
             bounds = pairwise(moments.bounds[first : target + 2])
-            parts = [W_dec[start - begin : stop - begin].to(dtype) for start, stop in bounds]
+            parts = [W_dec[start - begin : stop - begin] for start, stop in bounds]
             weights.append(dict(enumerate(parts, first)))
     return Decoders(weights, biases, alpha, time.process_time() - began)
