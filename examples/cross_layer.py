@@ -45,12 +45,13 @@ from saecli.sae.activations.base import Thresholded
 from saecli.sae.codes import Codes
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import common
-from saecli.sae.formats.circuit_tracer import CONFIG, Member, demand_set
+from saecli.sae.formats.circuit_tracer import CONFIG, demand_set, in_common
 from saecli.sae.metrics import Reconstruction
 from saecli.store.opening import Joined
 from saecli.store.reader import RowSource
 
 BLOCK_ROWS = 2048
+ENCODER = {"W_enc": "W_enc.T", "b_enc": "b_enc"} | common.THRESHOLD  # in circuit-tracer's files
 COLUMNS = ("decoder", "alpha", "FVU", "own fraction", "KL", "CE - clean CE", "processor seconds")
 
 
@@ -202,7 +203,7 @@ def spliced(
 
 def demand_exportable(layers: LayerSet) -> None:
     """FormatError unless circuit-tracer opens them as one cross-layer transcoder."""
-    demand_set([Member.of(run.saved) for run in layers.runs])
+    demand_set([(_layer_of(run), in_common(run.saved)) for run in layers.runs])
     for run in layers.runs:
         act = run.sae.activation
         if not isinstance(act, Relu | Thresholded):
@@ -214,24 +215,20 @@ def demand_exportable(layers: LayerSet) -> None:
 
 def export(layers: LayerSet, decoders: Decoders, folder: Path) -> None:
     """Write circuit-tracer's folder; see `load_clt` of its `transcoder/cross_layer_transcoder.py`."""
-    shared = Member.of(layers.runs[0].saved).shared
+    shared = in_common(layers.runs[0].saved)
     named = ("model_name", "feature_input_hook", "feature_output_hook")
     config = {"model_kind": "cross_layer_transcoder"}
-    config |= {name: shared[name] for name in named if name in shared}
+    config |= {name: shared[name] for name in named if shared.get(name) is not None}
     with folder_appearing_whole(folder) as temporary:
         (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
         for layer, sae in enumerate(layers.saes):
-            tensors = {"W_enc": sae.W_enc.T, "b_enc": sae.b_enc, "b_dec": decoders.biases[layer]}
-            if isinstance(sae.activation, Thresholded):
-                tensors["threshold"] = common.thresholds_of(sae)
+            tensors = common.disassembled(sae, ENCODER) | {"b_dec": decoders.biases[layer]}
             tensors = {f"{name}_{layer}": tensor for name, tensor in tensors.items()}
             common.write_tensors(temporary / f"W_enc_{layer}.safetensors", tensors)
-            W_dec = torch.stack(
-                [own[layer] for own in decoders.weights[layer:]], 1
-            )  # (F, L - i, E)
-            common.write_tensors(
-                temporary / f"W_dec_{layer}.safetensors", {f"W_dec_{layer}": W_dec}
-            )
+            # (F, L - i, E)
+            W_dec = torch.stack([own[layer] for own in decoders.weights[layer:]], 1)
+            path = temporary / f"W_dec_{layer}.safetensors"
+            common.write_tensors(path, {f"W_dec_{layer}": W_dec})
 
 
 def compare(options: argparse.Namespace, listener: Listener) -> Iterator[dict[str, Any]]:

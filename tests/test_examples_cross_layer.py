@@ -216,6 +216,7 @@ def plain_kl(home: Path, clt: Path) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_the_set_across_layers_beats_each_layer_alone_and_reads_as_written(
     trained: Path, tmp_path: Path
 ):
@@ -243,6 +244,7 @@ def test_the_set_across_layers_beats_each_layer_alone_and_reads_as_written(
     )
 
 
+@pytest.mark.slow
 def test_a_ridge_that_grows_with_distance_moves_the_outputs_to_their_own_codes(trained: Path):
     make_set(trained, "relu", Relu())
     words = [word for growth in ("1", "100", "inf") for word in ("--growth", growth)]
@@ -253,6 +255,7 @@ def test_a_ridge_that_grows_with_distance_moves_the_outputs_to_their_own_codes(t
     assert near < middle < far == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_one_layer_has_one_decoder_whatever_the_growth(trained: Path):
     layers = LayerSet.of(Home.at(trained), ["t-m-l1-mlp_in"], Silent())
     moments = moments_of(layers, Silent())
@@ -261,6 +264,7 @@ def test_one_layer_has_one_decoder_whatever_the_growth(trained: Path):
     assert on_held_out_rows(layers, across) == on_held_out_rows(layers, alone)
 
 
+@pytest.mark.slow
 def test_descent_and_closed_form_each_lower_the_error_of_training_rows(trained: Path):
     set_of_runs = LayerSet.of(Home.at(trained), ["t-*"], Silent())
     descent = Descent(replace(set_of_runs, held_out=set_of_runs.training), rounds=8, lr=0.03)
@@ -281,6 +285,7 @@ def test_descent_and_closed_form_each_lower_the_error_of_training_rows(trained: 
     assert torch.equal(before.saes[0].W_enc, loaded.W_enc)  # not changed in place
 
 
+@pytest.mark.slow
 def test_what_makes_no_cross_layer_transcoder_is_one_sentence(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -322,6 +327,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t", "relu"])
 def test_circuit_tracer_reads_the_same_codes_and_reconstructions(
     trained: Path, tmp_path: Path, name: str
