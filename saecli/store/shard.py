@@ -48,9 +48,8 @@ def make_anew(store: Path) -> str:
 class Layout:
     """Where the datasets of a verified shard are."""
 
-    arrays: dict[
-        str, tuple[int, np.dtype, int]
-    ]  # byte offset, type, length of each but the activations
+    # Byte offset, type and length of each but the activations.
+    arrays: dict[str, tuple[int, np.dtype, int]]
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
     file: tuple[int, ...]  # `_identity` of the shard
 
