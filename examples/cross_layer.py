@@ -51,6 +51,7 @@ from saecli.store.opening import Joined
 from saecli.store.reader import RowSource
 
 BLOCK_ROWS = 2048
+GROWTHS = [float("inf"), 1.0]
 ENCODER = {"W_enc": "W_enc.T", "b_enc": "b_enc"} | common.THRESHOLD  # in circuit-tracer's files
 COLUMNS = ("decoder", "alpha", "FVU", "own fraction", "KL", "CE - clean CE", "processor seconds")
 
@@ -82,18 +83,22 @@ class LayerSet:
 
     def blocks(self, rows: RowSource) -> Iterator[tuple[list[Codes], Tensor]]:
         """In stored order, codes of each layer and targets, (B, L, E)."""
-        saes = self.saes
-        widths = [sae.d_in for sae in saes] + [len(saes) * saes[0].d_out]
-        for batch in batches_on(rows.sequential(BLOCK_ROWS), saes[0].W_enc.device):
-            *inputs, y = batch.to(saes[0].W_enc.dtype).split(widths, 1)
-            codes = [sae.codes(x.contiguous()) for sae, x in zip(saes, inputs, strict=True)]
-            yield codes, y.unflatten(1, (len(saes), -1))
+        for batch in batches_on(rows.sequential(BLOCK_ROWS), self.saes[0].W_enc.device):
+            inputs, y = parts_of(batch, self.saes)
+            yield [sae.codes(x) for sae, x in zip(self.saes, inputs, strict=True)], y
 
     def of_targets(self, values: np.ndarray) -> Tensor:
         """Those of the targets' dimensions, (L, E), of a value for each dimension of the rows."""
         d_targets = len(self.runs) * self.saes[0].d_out
         targets = torch.from_numpy(values[-d_targets:]).to(self.saes[0].W_enc.device)
         return targets.view(len(self.runs), -1)
+
+
+def parts_of(batch: Tensor, saes: Sequence[SAE]) -> tuple[list[Tensor], Tensor]:
+    """Inputs, (B, D) each, and targets, (B, L, E), of rows side by side."""
+    widths = [sae.d_in for sae in saes] + [len(saes) * saes[0].d_out]
+    *inputs, y = batch.to(saes[0].W_enc).split(widths, 1)
+    return [x.contiguous() for x in inputs], y.unflatten(1, (len(saes), -1))
 
 
 def _layer_of(run: Measured) -> int:
@@ -262,20 +267,26 @@ def line(values: Sequence[Any]) -> str:
     return f"| {' | '.join(words)} |"
 
 
-def main() -> None:
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With the options that `cross_layer_descent.py` has too."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", help="names or patterns")
     parser.add_argument("--model", required=True)
     parser.add_argument("--growth", action="append", type=float, help="default: inf and 1")
-    parser.add_argument("--alpha", type=float, help="default: by leave-one-out")
+    parser.add_argument("--alpha", type=float, help="default: by leave-one-out, for each solution")
     parser.add_argument("--tokens", type=int, default=4000, help="for KL and CE")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path, help="write all measures, by layer, into this file")
     parser.add_argument("--home", help="default: $SAE_HOME, else ./sae-data")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, help="write the last decoders here, for circuit-tracer")
+    parser.add_argument("--json", type=Path, help="write all measures, by layer, into this file")
     options = parser.parse_args()
-    options.growth = options.growth or [float("inf"), 1.0]
+    options.growth = options.growth or GROWTHS
     documents = []
     try:
         for own in compare(options, Console()):

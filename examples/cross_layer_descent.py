@@ -11,13 +11,21 @@ then new thresholds of batchtopk, a pass for the sums, and new decoders. `inf` t
 steps. Nothing is saved; each line is a round's measures on held-out rows, the last with KL and CE.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 
 import numpy as np
 import torch
-from cross_layer import LayerSet, line, moments_of, on_held_out_rows, spliced
+from cross_layer import (
+    GROWTHS,
+    LayerSet,
+    line,
+    moments_of,
+    on_held_out_rows,
+    parser_of,
+    parts_of,
+    spliced,
+)
 from cross_layer_decoder import Decoders, solve
 from torch import Tensor
 
@@ -25,18 +33,10 @@ from saecli.base.console import Console, Silent
 from saecli.base.errors import SaeError
 from saecli.base.home import Home
 from saecli.sae.activations import BatchTopK
-from saecli.sae.dictionary import SAE
 
 BATCH, CALIBRATED = 512, 8192  # rows
 WARM_UP = 20  # steps
 COLUMNS = ("g", "round", "FVU", "L0", "own fraction", "KL", "CE - clean CE")
-
-
-def parts_of(batch: np.ndarray, saes: list[SAE]) -> tuple[list[Tensor], Tensor]:
-    """Inputs, (B, D) each, and targets, (B, L, E)."""
-    rows = torch.from_numpy(batch).to(saes[0].W_enc)
-    *inputs, y = rows.split([sae.d_in for sae in saes] + [len(saes) * saes[0].d_out], 1)
-    return [x.contiguous() for x in inputs], y.unflatten(1, (len(saes), -1))
 
 
 class Descent:
@@ -48,7 +48,8 @@ class Descent:
         self.total = rounds * max(1, self.rows.rows // BATCH)
         stride = max(1, self.rows.rows // CALIBRATED)
         sample = [block[::stride].copy() for block in self.rows.sequential(BATCH)]
-        self.sample, _ = parts_of(np.concatenate(sample), self.saes)  # inputs
+        rows = torch.from_numpy(np.concatenate(sample))
+        self.sample, _ = parts_of(rows, self.saes)  # inputs
         groups = []
         for sae, x in zip(self.saes, self.sample, strict=True):
             size = lr * sae.W_enc.square().mean().sqrt().item()
@@ -60,7 +61,7 @@ class Descent:
 
     def descend(self, decoders: Decoders, variances: Tensor, epoch: int) -> None:
         for batch in self.rows.batches(BATCH, seed=1, epoch=epoch):
-            inputs, y = parts_of(batch, self.saes)
+            inputs, y = parts_of(torch.from_numpy(batch), self.saes)
             codes = [
                 sae.activated(sae.pre_activations(x), training=True)
                 for sae, x in zip(self.saes, inputs, strict=True)
@@ -92,25 +93,17 @@ class Descent:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", help="names or patterns")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--growth", action="append", type=float, help="default: inf and 1")
-    parser.add_argument("--alpha", type=float, help="default: by leave-one-out, in each round")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--lr", type=float, default=0.01, help="over the encoder's root mean square"
     )
-    parser.add_argument("--tokens", type=int, default=4000, help="for KL and CE")
-    parser.add_argument("--home", help="default: $SAE_HOME, else ./sae-data")
     options = parser.parse_args()
     console = Console()
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
     try:
         begun = LayerSet.of(Home.at(options.home), options.runs, console)
-        for growth in options.growth or [float("inf"), 1.0]:
+        for growth in options.growth or GROWTHS:
             descent = Descent(begun, options.rounds, options.lr)
             for number in range(options.rounds + 1):
                 layers = descent.layers()

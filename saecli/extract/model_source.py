@@ -345,9 +345,8 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
     if named_file(name) and isinstance(error, ImportError):
         return ModelError(f"cannot read {name}: {reason}; run `pip install 'saecli[gguf]'`")
     if named_file(name):
-        reason = re.sub(
-            rf"[^\s'\"]*{GGUF_FOLDER}[^/]*/", "", reason
-        )  # without the temporary folder
+        # Without the temporary folder.
+        reason = re.sub(rf"[^\s'\"]*{GGUF_FOLDER}[^/]*/", "", reason)
         return ModelError(
             f"cannot load {name}: expected a whole GGUF file of a causal language model that transformers "
             f"reads, got one that fails with {type(error).__name__} ({reason}); download it again, or use "

@@ -117,9 +117,7 @@ def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
         subs: Sequence[float] = (1,)
         if high <= 10 * low:
             subs = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
-        elif (
-            high <= 100 * low
-        ):  # over two decades, they would overlap with four panels side by side
+        elif high <= 100 * low:  # else they would overlap with four panels side by side
             subs = (1, 2, 5)
         axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter("{x:g}")

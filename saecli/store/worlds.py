@@ -5,6 +5,7 @@ Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correl
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -63,6 +64,10 @@ class World:
         """B, the same for every block."""
         return max(1, min(MOST_BLOCK_ROWS, BLOCK_NUMBERS // self.features))
 
+    @cached_property
+    def levels(self) -> list[np.ndarray]:
+        return levels_of(self.parents)
+
     def codes(self, seed: int, block: int) -> csr_array:
         """The true codes of a block, (B, G), a pure function of the world, seed and block number.
 
@@ -77,9 +82,8 @@ class World:
             )
             gaussians += shared @ self.factor.T
         fires = gaussians > -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
-        levels = levels_of(self.parents)
         # Before magnitudes are drawn: of most children the parent does not fire.
-        for level in levels:
+        for level in self.levels:
             fires[:, level] &= fires[:, self.parents[level]]
         rows, features = fires.nonzero()
         magnitudes = self.mean[features] + self.std[features] * random.standard_normal(
@@ -88,7 +92,7 @@ class World:
         values = gaussians  # its memory, for magnitudes by row and feature
         values.fill(0)
         values[rows, features] = magnitudes.clip(0)
-        for level in levels:
+        for level in self.levels:
             own_rows, children = rows[level[features]], features[level[features]]
             values[own_rows, children] *= values[own_rows, self.parents[children]] > 0
         values = values[rows, features]
@@ -156,9 +160,8 @@ def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
     for level, members in enumerate(levels_of(parents)):
         at = np.flatnonzero(members)
         above = parents[at]
-        for _ in range(
-            level + 1
-        ):  # the ancestors of one feature are orthogonal to each other by now
+        # The ancestors of one feature are orthogonal to each other by now.
+        for _ in range(level + 1):
             unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
             factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
             above = parents[above]

@@ -223,9 +223,9 @@ class LiveRows(RowSource):
         if not kept_out:
             return test_rows, None
         (compared,) = kept_out
-        return test_rows, ArrayRows(self._stored.decode_rows(compared)) if len(
-            compared
-        ) else test_rows
+        if not len(compared):
+            return test_rows, test_rows
+        return test_rows, ArrayRows(self._stored.decode_rows(compared))
 
     def _go_on(self, tokens: int, rows: int) -> None:
         """Show the progress of the first window; called in the model's thread."""
