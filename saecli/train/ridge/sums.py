@@ -147,8 +147,7 @@ class Direct(Factorisation):
 
     def solve(self, right: Tensor) -> Tensor:
         """2 F^2 operations per column."""
-        solution = torch.cholesky_solve(right, self._R, upper=True)
-        return solution.contiguous()  # products with it are then faster
+        return _solve(self._R, right).contiguous()  # products with it are then faster
 
     def quadratic(self, psi: Tensor) -> Tensor:
         """F^2 operations per row."""
@@ -168,7 +167,13 @@ class Direct(Factorisation):
         """An estimate from below, by power iterations on the matrix and its inverse."""
         R = self._R
         largest = _norm(R, lambda vector: R.mT @ (R @ vector))
-        return largest * _norm(R, lambda vector: torch.cholesky_solve(vector, R, upper=True))
+        return largest * _norm(R, lambda vector: _solve(R, vector))
+
+
+def _solve(R: Tensor, right: Tensor) -> Tensor:
+    """`(R' R)^-1 right`. `torch.cholesky_solve` would copy R, which on a GPU may not fit a third time."""
+    half = torch.linalg.solve_triangular(R.mT, right, upper=False)
+    return torch.linalg.solve_triangular(R, half, upper=True)
 
 
 def _cholesky(build: Callable[[float], Tensor], ridge: float) -> tuple[Tensor, float]:
