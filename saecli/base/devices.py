@@ -25,12 +25,18 @@ AHEAD = 2  # batches on their way to a device
 def device_named(name: str) -> torch.device:
     """The device for a value of `--device`; ConfigError if there is none."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda:") and world() > 1 and local_world() > 1:
-        raise ConfigError(
-            f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
-            "one each; use --device cuda, which does, or cpu"
-        )
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and world() > 1 and local_world() > 1:
+        if name.startswith("cuda:"):
+            raise ConfigError(
+                f"--device {name} gives one GPU to all {local_world()} processes of this machine: "
+                "expected one each; use --device cuda, which does, or cpu"
+            )
+        if torch.cuda.is_available() and local_world() > torch.cuda.device_count():
+            raise ConfigError(
+                f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} GPUs: "
+                "expected one GPU for each; lower --nproc-per-node of torchrun, or use --device cpu"
+            )
     try:
         device = torch.device(name)
     except RuntimeError:  # its message lists every kind of device that torch has had

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import ConfigError, PeerError
+from .errors import PeerError
 from .machine import local_rank, local_world, rank, world
 
 if TYPE_CHECKING:
@@ -113,19 +113,14 @@ def join() -> None:
 
     global _joined
     signal.signal(signal.SIGTERM, _terminated)
-    if torch.cuda.is_available():
-        if local_world() > torch.cuda.device_count():
-            raise ConfigError(
-                f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} "
-                "GPUs: expected one GPU for each; lower --nproc-per-node of torchrun, or hide the GPUs "
-                "by CUDA_VISIBLE_DEVICES= to compute on the CPU"
-            )
+    gpu_each = torch.cuda.is_available() and local_world() <= torch.cuda.device_count()
+    if gpu_each:
         torch.cuda.set_device(local_rank())
     # Loads torch's compiler, as optimisers do: loaded after the group was made, it aborts the process at its exit.
     torch.compiler.reset()
     with _peers() as dist:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if gpu_each else "gloo"
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("sae", store),
