@@ -241,7 +241,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saecli.sae.codes.few_entries", lambda mask, wait=False: None)
 
     # Tensors of the device cannot be sparse.
-    def dense_gradient(indices, values, shape, check_invariants):
+    def dense_gradient(indices, values, shape):
         return values.new_zeros(shape).index_put_(tuple(indices), values)
 
     monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)

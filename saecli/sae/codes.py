@@ -359,7 +359,9 @@ class _Taken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         places = torch.stack(ctx.saved_tensors)
-        sparse = torch.sparse_coo_tensor(places, gradient, ctx.shape, check_invariants=False)
+        # As an argument, check_invariants=False, torch 2.11 and 2.12 warn all the same.
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            sparse = torch.sparse_coo_tensor(places, gradient, ctx.shape)
         return sparse, None, None
 
 
