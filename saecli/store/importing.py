@@ -29,6 +29,7 @@ from .arrays import (
     Arrays,
     ArraySource,
     as_bfloat16,
+    check_memory,
     demand_rows,
     list_arrays,
     naming,
@@ -255,6 +256,8 @@ def open_array(
     array = as_bfloat16(array) if bits else array
     demand_rows(array.dtype, f"cannot import {file}")
     shape = _flattened(array, file, flatten)
+    # An allocator need not refuse what a file claims.
+    check_memory(file, 4 * math.prod(array.shape[1:]))
     own_types: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
 
     @naming(file)
