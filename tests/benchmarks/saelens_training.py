@@ -1,7 +1,7 @@
 """SAELens' side of `features.py` and `training_speed.py`: run by the Python of an environment that has sae-lens.
 
     python saelens_training.py FOLDER CASE D_SAE STEPS BATCH RATE [--seed 0] [--decay 0.2] [--threads 1]
-    python saelens_training.py steps D_IN D_SAE BATCH STEPS THREADS CASE ...
+    python saelens_training.py steps D_IN D_SAE BATCH STEPS THREADS DEVICE CASE ...
 
 A case is "relu", "topk-K", "batchtopk-K", "matryoshka-K", which has levels of `PARTS` of D_SAE, or "jumprelu-L0", with
 SAELens' quadratic penalty about a target L0. The first trains on FOLDER/train.npy, normalised rows in memory, saves the
@@ -62,7 +62,7 @@ def new_sae(case: str, d_in: int, d_sae: int, **topk: Any) -> TrainingSAE:
     )
 
 
-def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> float:
+def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int, device: str) -> float:
     """The least seconds of a step of a case."""
     # Without topk's loss on dead latents and its rescaling by norms, which the other side has not either.
     sae = new_sae(
@@ -71,14 +71,15 @@ def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> floa
         d_sae,
         aux_loss_coefficient=0.0,
         rescale_acts_by_decoder_norm=False,
-    )
-    rows = torch.randn(batch, d_in, generator=torch.Generator().manual_seed(0))
+    ).to(device)
+    rows = torch.randn(batch, d_in, generator=torch.Generator().manual_seed(0)).to(device)
     config = SAETrainerConfig(
         total_training_samples=10**9,
         train_batch_size_samples=batch,
         lr=1e-3,
         lr_end=1e-4,
         autocast=case.endswith("-bf16"),
+        device=device,
     )
     trainer = SAETrainer(config, sae, repeat(rows))
     taken = []
@@ -86,6 +87,8 @@ def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> floa
         started = time.perf_counter()
         trainer.step(rows)
         trainer.n_training_steps += 1
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return min(taken[2:])
 
@@ -112,10 +115,10 @@ def main() -> None:
     """Train, or time steps."""
     if sys.argv[1] == "steps":
         d_in, d_sae, batch, steps, threads = map(int, sys.argv[2:7])
+        device, *cases = sys.argv[7:]
         torch.set_num_threads(threads)
-        print(
-            json.dumps({case: least_step(case, d_in, d_sae, batch, steps) for case in sys.argv[7:]})
-        )
+        found = {case: least_step(case, d_in, d_sae, batch, steps, device) for case in cases}
+        print(json.dumps(found))
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,6 +1,6 @@
 """Rows per second of encoder steps, against full training steps of SAELens and the machine's matrix product.
 
-    PYTHONPATH=. python tests/benchmarks/training_speed.py [--threads 2] [--saelens-python PYTHON]
+    PYTHONPATH=. python tests/benchmarks/training_speed.py [--threads 2] [--device cuda] [--saelens-python PYTHON]
 
 PYTHON is of an environment that has sae-lens (`python -m venv FOLDER && FOLDER/bin/pip install sae-lens==6.54.12`);
 without it, saecli alone is timed. The two take turns, round after round, and the least time of a step counts. "of
@@ -48,6 +48,8 @@ def least(action: Callable[[], object], times: int) -> float:
     for _ in range(times + 1):
         started = time.perf_counter()
         action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return min(taken[1:])
 
@@ -56,6 +58,7 @@ def ours(case: str, chosen: argparse.Namespace) -> float:
     """The least seconds of an encoder step."""
     activation, config, _, _ = CASES[case]
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(chosen.device)
     sparsity = activation.default_sparsity
     task = Task(
         TrainingConfig(
@@ -76,7 +79,8 @@ def ours(case: str, chosen: argparse.Namespace) -> float:
 
 def product_rate(chosen: argparse.Namespace) -> float:
     """Operations a second of the product `x @ W_enc`."""
-    x, W = torch.randn(chosen.batch, chosen.d_in), torch.randn(chosen.d_in, chosen.d_sae)
+    x = torch.randn(chosen.batch, chosen.d_in, device=chosen.device)
+    W = torch.randn(chosen.d_in, chosen.d_sae, device=chosen.device)
     return 2 * chosen.batch * chosen.d_in * chosen.d_sae / least(lambda: x @ W, 2 * chosen.steps)
 
 
@@ -90,6 +94,7 @@ def saelens(chosen: argparse.Namespace) -> dict[str, float]:
         chosen.batch,
         chosen.steps,
         chosen.threads,
+        chosen.device,
         *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()),
     )
     script = Path(__file__).with_name("saelens_training.py")
@@ -114,7 +119,7 @@ def benchmark(chosen: argparse.Namespace) -> None:
             found[case] = min(ours(case, chosen), found.get(case, math.inf))
     print(
         f"matrix product: {max(rates) / 1e9:.0f} GFLOP/s; d_in {chosen.d_in}, d_sae {chosen.d_sae}, batch "
-        f"{chosen.batch}, {chosen.threads} threads; {SAELENS}, torch {torch.__version__}\n"
+        f"{chosen.batch}, {chosen.device}, {chosen.threads} threads; {SAELENS}, torch {torch.__version__}\n"
     )
     print("| step | SAELens, rows/s | saecli, rows/s | ratio | of peak |\n|---|---|---|---|---|")
     for case, seconds in found.items():
@@ -133,6 +138,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--d-in", type=int, default=2304)
     parser.add_argument("--d-sae", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2048)
