@@ -122,7 +122,11 @@ def decoder(day: Day) -> Figures:
     """Seconds of a decoder step's parts, of topk 32 and of dense codes, as d_sae grows."""
     found: Figures = {}
     for F in (4096, 16_384, 32_768, 65_536) if day.full else (512,):
-        found |= {f"d_sae {F:,}: {what}": figure for what, figure in _decoder_step(day, F).items()}
+        try:
+            figures = _decoder_step(day, F)
+        except torch.OutOfMemoryError as error:  # what smaller ones found stays
+            return found | {"FAILED": f"d_sae {F:,}: {error}"[:200]}
+        found |= {f"d_sae {F:,}: {what}": figure for what, figure in figures.items()}
         if day.full:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
