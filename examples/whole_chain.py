@@ -33,7 +33,7 @@ for solver, sae in saes.items():
 
 # Codes of any activations, and the latents that fire on a token.
 sae = saes["pam-sgd"]
-x = torch.from_numpy(next(store.split("test").sequential(8)))
+x = torch.from_numpy(next(store.split("test").sequential(8))).to(sae.W_enc)
 z = sae.encode(x)
 print(sae, "; latents of the first row:", z[0].nonzero().squeeze(1).tolist())
 

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count())
 )
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `tests/cuda/run.sh` is for a GPU
 
 from homes import CommandLine
 from store_producer import Producer
