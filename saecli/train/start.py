@@ -85,23 +85,29 @@ def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
 
 
 def default_learning_rate(
-    d_in: int, firings: float, steps: int = DEFAULT_STEPS, most_for_few: float = 1.0
+    d_in: int,
+    firings: float,
+    steps: int = DEFAULT_STEPS,
+    most_for_few: float = 1.0,
+    firings_power: float = 2 / 3,
 ) -> float:
     """Peak learning rate of Adam, for rows of mean squared norm D.
 
-        lr = 0.057 / sqrt(D) * min(1, firings / 4)^(2/3) * max(1, min(most_for_few, (4000 / steps)^(1/3)))
+        lr = 0.057 / sqrt(D) * min(1, firings / 4)^firings_power * max(1, min(most_for_few, (4000 / steps)^(1/3)))
 
     A step of Adam moves a latent, of norm about 1, by up to `lr sqrt(D)`. A latent's steps are noisier if it fires on
-    few rows per batch: `firings`, above 0. With few steps an encoder whose decoder is solved for takes larger ones.
+    few rows per batch: `firings`, above 0. Where the decoder is solved for, that matters less, and with few steps the
+    encoder takes larger ones.
 
-    Powers are of the best rates of 4,000 steps on tiny-gemma2, digits, image patches and two worlds of known features.
-    On SmolLM2-135M-Instruct the best rate does not rise beyond four firings: at L0 64 `sgd` has an FVU of 0.138 at
-    2.2e-3 and of 0.158 at 3.5e-3. Rows enter by their number of dimensions alone: a spread, which a few rows of
-    massive norm decide, made the rate 4 to 8 times too low on Gemma 3 270M.
+    Powers are of the best rates of 4,000 steps: `sgd`'s on tiny-gemma2, digits, image patches and two worlds of known
+    features, `pam-sgd`'s on SmolLM2-135M-Instruct (9,216 latents, or L0 8) and Gemma 3 270M (L0 8). On SmolLM2 the best
+    rate does not rise beyond four firings: at L0 64 `sgd` has an FVU of 0.138 at 2.2e-3 and of 0.158 at 3.5e-3. Rows
+    enter by their number of dimensions alone: a spread, which a few rows of massive norm decide, made the rate 4 to 8
+    times too low on Gemma.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
-    rate = HIGHEST_RATE / math.sqrt(d_in) * min(1.0, firings / ENOUGH_FIRINGS) ** (2 / 3)
+    rate = HIGHEST_RATE / math.sqrt(d_in) * min(1.0, firings / ENOUGH_FIRINGS) ** firings_power
     return rate * max(1.0, min(most_for_few, (DEFAULT_STEPS / steps) ** (1 / 3)))
 
 

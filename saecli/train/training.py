@@ -379,8 +379,13 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
         if plan.start:
             lr = TRAIN_ON * default_learning_rate(rows.d_in, firings)
         else:
-            most_for_few = plan.solver.most_for_few
-            lr = default_learning_rate(rows.d_in, firings, plan.steps, most_for_few)
+            lr = default_learning_rate(
+                rows.d_in,
+                firings,
+                plan.steps,
+                plan.solver.most_for_few,
+                plan.solver.firings_power,
+            )
     return Task(
         training,
         rows.rows,

@@ -316,6 +316,7 @@ def test_the_default_learning_rate_is_that_of_its_formula():
     assert default_learning_rate(128, 4) == default_learning_rate(128, 100) == pytest.approx(5e-3)
     assert default_learning_rate(512, 4) == pytest.approx(2.5e-3)
     assert default_learning_rate(128, 0.5) == pytest.approx(1.25e-3)
+    assert default_learning_rate(128, 0.25, firings_power=0.25) == pytest.approx(2.5e-3)
     few = [default_learning_rate(128, 4, steps, 2.0) for steps in (16_000, 4000, 2000, 1000, 100)]
     assert few == pytest.approx([5e-3, 5e-3, 5e-3 * 2 ** (1 / 3), 5e-3 * 4 ** (1 / 3), 1e-2])
     assert default_learning_rate(128, 4, 100) == pytest.approx(5e-3)  # sgd
