@@ -17,7 +17,6 @@ from ..sae.metrics import doubts
 from ..store.opening import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
 from .options import (
-    CALIBRATION_ROWS,
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
     PENALTY_WARM_UP,
@@ -57,27 +56,21 @@ def parts_of(
     """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
     seed, fraction = training.split_seed, training.fraction
     test = store.split("test", seed=seed)
-    share = 1.0
-    if begun:
-        share = TRAINED
-    elif activation.is_calibrated(training.sparsity):
-        train_rows = test.inputs[0].store.rows - test.rows
-        share = max(TRAINED, 1 - CALIBRATION_ROWS / train_rows)
-    if share == 1:
+    if not begun and not activation.is_calibrated(training.sparsity):
         return Parts(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
-    fraction = min(fraction, share)
-    train, kept_out = split_kept_out(store, seed, share, fraction)
+    fraction = min(fraction, TRAINED)
+    train, kept_out = split_kept_out(store, seed, fraction)
     return Parts(train, test, kept_out, fraction)
 
 
 def split_kept_out(
-    store: ActivationStore | Joined, seed: int, share: float = TRAINED, fraction: float = TRAINED
+    store: ActivationStore | Joined, seed: int, fraction: float = TRAINED
 ) -> tuple[Rows | JoinedRows, Rows | JoinedRows]:
-    """Rows to train an SAE on, a fraction of the training documents', and rows of those after the first `share`, so
+    """Rows to train an SAE on, a fraction of the training documents', and rows of those after the first `TRAINED`, so
     that held-out rows have no part in what is chosen on these; held-out ones if there are no others."""
     train = store.split("train", fraction=fraction, seed=seed)
     try:
-        kept_out = store.split("train", fraction=share, seed=seed, rest=True)
+        kept_out = store.split("train", fraction=TRAINED, seed=seed, rest=True)
     except StoreError:  # too few documents
         kept_out = store.split("test", seed=seed)
     return train, kept_out
