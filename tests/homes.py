@@ -54,14 +54,24 @@ def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 
     return SAE(W_enc, b_enc, W_enc.T / 10, b_dec, activation, activation.parameters(F))
 
 
+def activation_of(act: str, k: int = 4) -> Activation:
+    """An activation by its name, with that k if it has one."""
+    kind = ACTIVATIONS[act]
+    return kind(k=k) if "k" in kind.__dataclass_fields__ else kind()
+
+
 def sae_for(format: str, *names: str) -> SavedSAE:
     """An SAE that a format can express, or a transcoder if it has no others; its activation the first of these names,
     or the first but topk."""
     form = FORMATS[format]
-    kinds = {kind.name: kind for kind in form.activations or form.transcoders}
-    kind = next(kinds[name] for name in kinds if (name in names if names else name != "topk"))
-    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    return SavedSAE(random_sae(activation), RESIDUAL if form.activations else MLP)
+    able = [kind.name for kind in form.activations or form.transcoders]
+    act = next(name for name in able if (name in names if names else name != "topk"))
+    return SavedSAE(random_sae(activation_of(act)), RESIDUAL if form.activations else MLP)
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def make_run(
@@ -74,7 +84,9 @@ def make_run(
     created: str = "2026-01-01",
     complete: bool = True,
     origin: dict[str, Any] = RESIDUAL,
+    **more: Any,
 ) -> Path:
+    """A run folder; `more`: further fields of run.json."""
     folder = home / "runs" / name
     folder.mkdir(parents=True)
     document = {
@@ -87,7 +99,7 @@ def make_run(
         "activation": activation_to_json(sae.activation),
         "result": None,
     }
-    (folder / "run.json").write_text(json.dumps(document))
+    (folder / "run.json").write_text(json.dumps(document | more))
     save_native(SavedSAE(sae, origin), folder)
     return folder
 
@@ -98,9 +110,7 @@ def make_transcoder(
     """A run from a store `x` to a store `y`, whose rows it returns."""
     x = make_store(home, "x", some_rows())
     y = make_store(home, "y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1))
-    folder = make_run(home, name, sae, data="x", origin=origin)
-    document = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
+    make_run(home, name, sae, data="x", origin=origin, target="y")
     return x, y
 
 
@@ -118,9 +128,11 @@ def same(first: SAE, other: SAE) -> bool:
     return first.activation == other.activation and same_tensors(first.tensors(), other.tensors())
 
 
-def assert_same_weights(home: Path, first: str, second: str) -> None:
-    """Two runs' weights are equal bit for bit."""
-    assert same_tensors(weights(home, first), weights(home, second))
+def assert_same_weights(
+    home: Path, first: str, second: str, rtol: float = 0, atol: float = 0
+) -> None:
+    """Two runs' weights are equal, bit for bit or within a tolerance."""
+    torch.testing.assert_close(weights(home, second), weights(home, first), rtol=rtol, atol=atol)
 
 
 def linear_map(width: int) -> np.ndarray:
@@ -143,8 +155,22 @@ class Done:
 
     @property
     def json(self) -> dict:
-        """The JSON document on stdout, which is all there may be."""
+        """The JSON document on stdout, which is all there may be, of a command that succeeded."""
+        assert self.status == 0, self.err
         return json.loads(self.out)
+
+    def succeeds(self) -> "Done":
+        """Itself, whose status must be 0."""
+        assert self.status == 0, self.err
+        return self
+
+    def fails(self, status: int, *said: str) -> "Done":
+        """Itself, of that status, with no traceback on stderr but these words, wherever lines are broken."""
+        told = " ".join(self.err.replace("\u2502", " ").split())
+        assert self.status == status and "Traceback" not in self.err, self.err
+        for words in said:
+            assert words in self.err or words in told, self.err
+        return self
 
 
 @dataclass(frozen=True)
@@ -162,6 +188,17 @@ class CommandLine:
         with pytest.raises(SystemExit) as stop:
             main()
         return Done(stop.value.code or 0, *self.capsys.readouterr())
+
+
+def after_commands(home: Path, *lines: str) -> Path:
+    """A home in which commands have been run: for fixtures that many tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
+        for line in lines:
+            patch.setattr(sys, "argv", ["sae", "--home", str(home), *shlex.split(line)])
+            with pytest.raises(SystemExit, match=r"^(0|None)?$"):
+                main()
+    return home
 
 
 def trained_on_docs(sae: CommandLine) -> torch.Tensor:
@@ -190,8 +227,7 @@ def nested_rows(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def nested_sae(act: str) -> SAE:
-    kind = ACTIVATIONS[act]
-    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
+    activation = activation_of(act)
     starts = activation.parameters(F)
     parameters = {name: torch.full_like(starts[name].double(), 0.3) for name in starts}
     shapes = ((D, F), (F,), (F, D), (D,))

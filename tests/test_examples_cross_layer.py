@@ -131,8 +131,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in (("m", 3000), ("few", 1500)):
         saecli.extract(TINY_GEMMA2, layer="all", site=SITES, rows=rows, name=name, home=home)
     pairs = ["--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out"]
-    done = captured(["sae", "--home", home, *TRAIN.split(), *pairs], env=HERE)
-    assert done.returncode == 0, done.stderr
+    captured(["sae", "--home", home, *TRAIN.split(), *pairs], env=HERE, check=True)
     return home
 
 
@@ -157,9 +156,7 @@ def make_set(
         made = SAE(*parts, sae.activation, tensors, **changes)
         origin = {"model": model, "layer": layer, "site": SITES[0]}
         origin |= {"target_layer": layer, "target_site": SITES[1]}
-        folder = make_run(home, f"{name}-{layer}", made, data=data, origin=origin)
-        document = json.loads((folder / "run.json").read_text())
-        (folder / "run.json").write_text(json.dumps(document | {"target": target}))
+        make_run(home, f"{name}-{layer}", made, data=data, origin=origin, target=target)
 
 
 def example(home: Path, *words: str | Path) -> Any:
@@ -341,8 +338,7 @@ def test_circuit_tracer_reads_the_same_codes_and_reconstructions(
     rows = next(layers.held_out.sequential(len(y)))[:, : DEPTH * WIDTH]
     np.save(tmp_path / "rows.npy", rows.reshape(-1, DEPTH, WIDTH).swapaxes(0, 1))
     words = [tmp_path / "clt", tmp_path / "rows.npy", tmp_path / "read.npz"]
-    done = captured([python, "-c", READ, *words], env=HERE)
-    assert done.returncode == 0, done.stderr
+    captured([python, "-c", READ, *words], env=HERE, check=True)
     read = np.load(tmp_path / "read.npz")
     for layer, own in enumerate(codes):
         np.testing.assert_allclose(read["codes"][layer], own.dense(), rtol=1e-4, atol=1e-4)

@@ -41,6 +41,11 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+def random_letters(draw: np.random.Generator, count: int) -> str:
+    """A text of that many tokens."""
+    return "".join(map(chr, draw.integers(97, 157, count)))
+
+
 def save_tokenizer(folder: Path, bos: bool) -> None:
     """A tokenizer of single characters, which puts <bos> before a text or does not."""
     characters = [chr(code) for code in range(97, 97 + VOCABULARY - 4)]

@@ -69,8 +69,7 @@ def test_quick_commands_import_neither_torch_nor_transformers(tmp_path: Path, wo
         "try: main()\nexcept SystemExit: pass\n"
         "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
     )
-    done = captured([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
+    captured([sys.executable, "-c", script], check=True)
 
 
 def test_python_m_saecli_is_sae():

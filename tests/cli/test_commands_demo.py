@@ -18,8 +18,7 @@ def brief(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.long
 @pytest.mark.usefixtures("brief")
 def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: CommandLine):
-    done = sae("demo")
-    assert done.status == 0, done.err
+    done = sae("demo").succeeds()
     printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
     assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
     last = done.out[done.out.index("both SAEs") :]

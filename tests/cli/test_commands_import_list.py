@@ -1,14 +1,13 @@
 """`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with."""
 
 import io
-import json
 import shutil
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, change_json, make_run, make_store, random_sae, some_rows
 from launching import signalled
 from sklearn.datasets import load_digits
 from storing import collect
@@ -48,8 +47,7 @@ def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_pat
     assert (sae.home / "activations" / "a" / "store.json").stat().st_mtime_ns == made
     np.save(tmp_path / "a.npy", -rows)
     for words in ([], ["--dtype", "bfloat16"]):
-        refused = sae("import", tmp_path / "a.npy", *words)
-        assert refused.status == 1 and "--name" in refused.err
+        sae("import", tmp_path / "a.npy", *words).fails(1, "--name")
     other = sae("import", tmp_path / "a.npy", "--name", "b", "--dtype", "bfloat16", "--json")
     assert other.json["dtype"] == "bfloat16"
     np.testing.assert_array_equal(stored(sae, "a"), rows)
@@ -63,10 +61,7 @@ def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
     done = sae("import", tmp_path / "a.npy", "--json")
     assert (done.json["rows"], done.json["dropped"]) == (38, {"nonfinite": 2})
     np.save(tmp_path / "b.npy", np.full((4, 3), np.inf))
-    refused = sae("import", tmp_path / "b.npy")
-    assert refused.status == 1
-    assert "no rows to store" in refused.err
-    assert "4 nonfinite" in refused.err
+    sae("import", tmp_path / "b.npy").fails(1, "no rows to store", "4 nonfinite")
     assert not (sae.home / "activations" / "b").exists()
 
 
@@ -116,9 +111,7 @@ def test_folders_without_a_marker_are_listed_with_what_to_do(sae):
     assert "expected format version 1 or older, got 99" in shown
     for marker, noun in zip(lost, ("activation store", "run"), strict=True):
         assert f"{marker.parent} is no {noun}: expected {marker.name} in it, got none" in shown
-    checked = sae("list", "--check")
-    assert checked.status == 1
-    assert "found 2 problems" in checked.err
+    sae("list", "--check").fails(1, "found 2 problems")
 
 
 def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
@@ -210,8 +203,8 @@ def test_nobody_is_asked_with_yes_and_the_kind_tells_two_of_a_name_apart(filled:
 def test_what_is_being_written_stays(filled: CommandLine):
     lock_folder(filled.home / "runs" / "first")  # held until the process ends
     for name, said in (("first", "another process is writing it"), ("rows", "or training on it")):
-        done = filled("rm", name, "--yes")
-        assert done.status == 1 and said in done.err and left(filled.home) == ALL
+        filled("rm", name, "--yes").fails(1, said)
+        assert left(filled.home) == ALL
 
 
 @pytest.mark.parametrize("names", [("first", "rows"), ("rows", "first")])
@@ -224,14 +217,12 @@ def test_a_store_and_its_run_are_removed_in_any_order(filled: CommandLine, names
 def test_an_unfinished_fine_tuning_that_needs_a_run_is_named(filled: CommandLine):
     folder = filled.home / "runs" / "tuned"
     shutil.copytree(filled.home / "runs" / "first", folder)
-    document = json.loads((folder / "run.json").read_text())
-    document |= {"complete": False, "solver": {"name": "finetune"}}
-    document |= {"init": {"name": "first", "hash": "0"}}
-    (folder / "run.json").write_text(json.dumps(document))
+    init = {"name": "first", "hash": "0"}
+    change_json(folder / "run.json", complete=False, solver={"name": "finetune"}, init=init)
     done = filled("rm", "first", "--yes", "--json")
     assert "; unfinished fine-tunings that need it: tuned" in done.err
     assert done.json["removed"][0]["users"] == ["tuned"]
-    (folder / "run.json").write_text(json.dumps(document | {"init": {"name": "other"}}))
+    change_json(folder / "run.json", init={"name": "other"})
     done = filled("rm", "both", "--kind", "run", "--yes", "--json")
     assert done.json["removed"][0]["users"] == []
 

@@ -61,8 +61,9 @@ def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
 def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
     sae("import", "synthetic", *SMALL)
     assert sae("import", "synthetic", *SMALL, "--json").json["cached"] is True
-    refused = sae("import", "synthetic", *SMALL, "--seed", "1")
-    assert refused.status == 1 and "there is a store named 'synthetic' already" in refused.err
+    sae("import", "synthetic", *SMALL, "--seed", "1").fails(
+        1, "there is a store named 'synthetic' already"
+    )
     sae("import", "synthetic", *SMALL[:-1], "1000", "--name", "fewer")
     np.testing.assert_array_equal(
         collect(opened(sae, "fewer").split("all").sequential(100)),
@@ -95,8 +96,7 @@ def test_a_missing_world_is_refused_an_empty_store_removed(sae, monkeypatch):
     assert "cannot read" in sae("list", "--check").out
     assert sae("import", "synthetic", *SMALL).status == 1
     monkeypatch.setattr(World, "rows", lambda *_: np.full((3000, D), np.nan))
-    refused = sae("import", "synthetic", *SMALL, "--name", "other")
-    assert refused.status == 1 and "no rows to store" in refused.err
+    sae("import", "synthetic", *SMALL, "--name", "other").fails(1, "no rows to store")
     assert not (sae.home / "activations" / "other").exists()
 
 

@@ -142,8 +142,9 @@ def test_what_is_wrong_in_a_config_is_told_with_its_name(
 ):
     config = tmp_path / "run.toml"
     config.write_text(text)
-    done = refused(sae, folder, "train", "--config", config, *words.split())
-    assert done.status == 2 and said in done.err and str(config) in done.err
+    done = refused(sae, folder, "train", "--config", config, *words.split()).fails(
+        2, said, str(config)
+    )
     assert done.err.strip().splitlines()[-1].startswith("sae: ")
 
 

@@ -51,9 +51,9 @@ def test_the_same_request_is_a_cache_hit(sae: CommandLine, models, text):
     assert first["name"] == again["name"]
     other = sae(*words, "--site", "mlp_out").json
     assert other["name"] != first["name"]
-    refused = sae(*words, "--site", "mlp_out", "--name", first["name"])
-    assert refused.status == 1
-    assert "made from something else; give another --name" in refused.err
+    sae(*words, "--site", "mlp_out", "--name", first["name"]).fails(
+        1, "made from something else; give another --name"
+    )
 
 
 UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")

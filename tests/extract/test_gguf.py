@@ -53,8 +53,7 @@ def test_rows_are_those_of_the_dense_weights(
     found = []
     for name, model in (("packed", path), ("dense", plain)):
         options = ("--layer", "1", "--dataset", text, "--dtype", "float32", "--name", name)
-        result = sae("extract", "--model", model, *options)
-        assert result.status == 0, result.err
+        sae("extract", "--model", model, *options).succeeds()
         found.append(stored(sae.home / "activations" / name))
     (rows, columns), (expected, expected_columns) = found
     np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
@@ -107,8 +106,7 @@ def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
-    result = sae(*command)
-    assert result.status == 1 and "made from something else" in result.err
+    sae(*command).fails(1, "made from something else")
 
 
 def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
@@ -116,8 +114,8 @@ def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
 ):
     for factors in (False, True):
         path, _ = saved(tmp_path / f"factors-{factors}", factors=factors)
-        result = sae("extract", "--model", path, "--dataset", text)
-        assert result.status == 0 and "made dense" in result.err
+        result = sae("extract", "--model", path, "--dataset", text).succeeds()
+        assert "made dense" in result.err
         assert ("leaves out rope_freqs.weight" in result.err) == factors
 
 
@@ -162,10 +160,8 @@ def test_a_damaged_or_foreign_file_gets_one_sentence(
 
 def test_a_missing_file_and_a_folder_of_files_are_told_apart(sae: CommandLine, tmp_path: Path):
     path, _ = saved(tmp_path / "model")
-    result = sae("extract", "--model", tmp_path / "none.gguf")
-    assert result.status == 1 and "there is no file" in result.err
+    sae("extract", "--model", tmp_path / "none.gguf").fails(1, "there is no file")
     folder = tmp_path / "files"
     folder.mkdir()
     path.rename(folder / "model.gguf")
-    result = sae("extract", "--model", folder)
-    assert result.status == 1 and "of model.gguf or another" in result.err
+    sae("extract", "--model", folder).fails(1, "of model.gguf or another")

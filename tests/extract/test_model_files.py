@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine
+from homes import CommandLine, change_json
 from model_hub import ModelHub, files_of
 from safetensors.torch import load_file, save_file
 from tiny_models import LAYERS, loaded, save_model
@@ -77,16 +77,13 @@ def test_of_several_weights_those_that_are_read_are_told(
     sae: CommandLine, folder: Path, text: Path
 ):
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-    result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
-    assert result.status == 0
+    result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text).succeeds()
     assert f"weights are read from {WEIGHTS}, not from pytorch_model.bin" in result.err
 
 
 def test_a_tokenizer_of_another_model_is_told_by_its_bos(sae: CommandLine, folder: Path, text):
-    quiet = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
-    assert quiet.status == 0 and "BOS" not in quiet.err
-    described = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 7}
-    (folder / "config.json").write_text(json.dumps(described))
-    result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
-    assert result.status == 0
+    quiet = sae("extract", "--model", folder, "--layer", "0", "--dataset", text).succeeds()
+    assert "BOS" not in quiet.err
+    change_json(folder / "config.json", bos_token_id=7)
+    result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text).succeeds()
     assert "BOS is token 1 of its tokenizer and 7 in config.json" in result.err

@@ -132,8 +132,7 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     steered = sae("steer run --latent 3 --scale 9 --prompt abc --max-new-tokens 3")
     assert "layer 1, mlp.down_proj:in" in steered.out
     assert sae("finetune run --tokens 400 --name tuned").status == 0
-    streamed = sae("finetune run --tokens 400 --name streamed --context 12 --dataset", text)
-    assert streamed.status == 0, streamed.err
+    sae("finetune run --tokens 400 --name streamed --context 12 --dataset", text).succeeds()
     for tuned in ("tuned", "streamed"):
         assert saecli.load_sae(tuned, home=sae.home).metadata["site"] == "mlp.down_proj:in"
     reported = sae("report run --json --out", tmp_path / "page", "--model", folder).json
@@ -182,8 +181,7 @@ def test_an_sae_that_records_no_hook_point_is_used_at_a_module(
         "steer --latent 1 --prompt abc --scale 3 --max-new-tokens 2",
         f"finetune --tokens 200 --name tuned --dataset {text} --context 12",
     ):
-        done = sae(line, *words)
-        assert done.status == 0, done.err
+        sae(line, *words).succeeds()
     wrong = sae("read --prompt abc --layer 1", *words)
     assert "cannot use both --module and --layer" in wrong.err
     wrong = sae("read --prompt abc", *words[:-1], "model.layers.2.mlp:in")
@@ -213,8 +211,7 @@ def test_modules_that_cannot_be_read_are_refused(
 ):
     folder = save_model(tmp_path / "model", "llama")
     given = () if "--list" in words else ("--dataset", text, "--rows", "50")
-    done = sae("extract --model", folder, *shlex.split(words), *given)
-    assert done.status == 2 and sentence in done.err, done.err
+    sae("extract --model", folder, *shlex.split(words), *given).fails(2, sentence)
 
 
 def test_modules_without_a_tensor_or_that_never_run_are_refused(tmp_path: Path):

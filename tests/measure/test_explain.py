@@ -253,7 +253,6 @@ def test_labels_of_others_are_read_in_every_format(sae: CommandLine, name: str, 
     if packed == "/":
         path = (sae.home / "batches").mkdir() or path.rename(sae.home / "batches" / name).parent
     done = sae("explain", "run", "--labels", path, "--json")
-    assert done.status == 0, done.err
     found = {line["latent"]: line["label"] for line in done.json["latents"]}
     assert found == {2: "names, places", 7: "dates"}
     in_file = read_labels(sae.home / "runs" / "run" / "labels.json")
@@ -338,8 +337,7 @@ def test_a_crosscoder_has_labels_by_the_texts_of_its_first_store(planted: Plante
 
 def test_labels_are_shown_by_all_commands_that_list_latents(sae: CommandLine, tmp_path: Path):
     trained_on_docs(sae)
-    done = sae("explain", "--top", "3")
-    assert done.status == 0, done.err
+    done = sae("explain", "--top", "3").succeeds()
     document = sae("explain", "--json").json
     mean = document["scores"][0]
     assert f"{mean['tokens']:.3f} ± " in done.out and "rule, shuffled" in done.out

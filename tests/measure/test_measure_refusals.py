@@ -1,9 +1,7 @@
 """What the measuring commands and their Python functions refuse: exit status, and the beginning of one sentence."""
 
-import json
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +11,26 @@ import numpy as np
 import pytest
 import storing
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows, steerable
+from homes import (
+    CommandLine,
+    after_commands,
+    change_json,
+    make_run,
+    make_store,
+    random_sae,
+    some_rows,
+    steerable,
+)
 
 import saecli
-from saecli.cli.main import main
 from saecli.extract.options import TINY_GEMMA2
 from saecli.sae.dictionary import SAE
 
+QUICK = "train --epochs 2 --batch-size 64 --data rows"
 TRAINED = (
-    "train --data rows --name run",
-    "train --data rows --init run --name from",
-    "train --data rows --data others --name both",
+    f"{QUICK} --name run",
+    f"{QUICK} --init run --name from",
+    f"{QUICK} --data others --name both",
     "refit seed-0 --name refit-run",  # whose decoder is far from the optimum
 )
 READS = {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}
@@ -73,15 +80,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random_sae(d_in=128).changed(W_dec=torch.zeros(20, 64), b_dec=torch.zeros(64)),
         home / "across",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
-        for line in TRAINED:
-            quick = [] if line.startswith("refit") else ["--epochs", "2", "--batch-size", "64"]
-            patch.setattr(sys, "argv", ["sae", "--home", str(home), *line.split(), *quick])
-            with pytest.raises(SystemExit, match=r"^(0|None)?$"):
-                main()
-    marker = shutil.copytree(home / "runs" / "run", home / "runs" / "remade") / "run.json"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"data_hash": "another"}))
+    after_commands(home, *TRAINED)
+    remade = shutil.copytree(home / "runs" / "run", home / "runs" / "remade")
+    change_json(remade / "run.json", data_hash="another")
     return home
 
 

@@ -204,7 +204,6 @@ def test_the_page_holds_the_document_and_names_no_other_place(home: CommandLine,
     page = tmp_path / "page.html"
     words = ("read", "first", "--prompt", NASTY, "--compare", "Once", "--top", "2")
     done = home(*words, "--html", page, "--json")
-    assert done.status == 0, done.err
     text = page.read_text(encoding="utf-8")
     parsed = Page(text)
     assert parsed.places == ["data:,"] and "http://www.w3.org/2000/svg" in text
@@ -222,8 +221,7 @@ def test_the_page_holds_the_document_and_names_no_other_place(home: CommandLine,
 
 def test_the_terminal_lists_tokens_and_latents_and_colours_a_text(home: CommandLine):
     document = saecli.read("first", NASTY, top=2, home=home.home)
-    done = home("read", "first", "--top", "2", "--prompt", NASTY)
-    assert done.status == 0, done.err
+    done = home("read", "first", "--top", "2", "--prompt", NASTY).succeeds()
     for position, token in enumerate(document["tokens"]):
         line = next(line for line in done.out.splitlines() if line.startswith(f"{position:>5}  "))
         for entry in token["latents"]:
@@ -270,8 +268,7 @@ def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: Command
         assert latent["label"] == f"label {latent['latent']}"
     assert document["latents"][0]["label"] in sae(*words).out
     labels.write_text('{"first": "label"}')
-    refused = sae(*words)
-    assert refused.status == 1 and "labels.json: first" in refused.err
+    sae(*words).fails(1, "labels.json: first")
     labels.unlink()
     assert sae("rm", "docs", "--yes").status == 0
     (latent, *_) = sae(*words, "--json").json["latents"]

@@ -11,6 +11,7 @@ import torch
 from homes import (
     PREFIXES,
     CommandLine,
+    activation_of,
     make_run,
     make_store,
     nested_rows,
@@ -55,9 +56,7 @@ def demand_least_squares(sae: SAE, rows: np.ndarray, *prefixes: tuple[int, ...])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [900, 15])
 def test_decoder_matches_stacked_least_squares_with_the_best_c(act: str, rows: int):
-    kind = ACTIVATIONS[act]
-    sae = random_sae(kind(k=4) if "k" in kind.__dataclass_fields__ else kind())
-    sae = sae.copy_to(torch.float64)
+    sae = random_sae(activation_of(act)).copy_to(torch.float64)
     refitted = demand_least_squares(sae, some_rows(rows).astype(np.float64))
     W_dec, T0 = refitted.sae.W_dec, sae.W_dec
     derivative_in_c = (T0 * (W_dec - refitted.decoder.c * T0)).sum()
@@ -130,7 +129,6 @@ def test_command_saves_a_run_and_prints_what_eval_measures(sae: CommandLine, tmp
     old = random_sae(TopK(k=4))
     make_run(sae.home, "run", old)
     done = sae("refit", "run", "--json")
-    assert done.status == 0
     document = done.json
     names = [document[name] for name in ("run", "source", "data", "act")]
     assert names == ["refit-run", "run", "rows", "topk"]
@@ -170,8 +168,8 @@ def test_command_saves_a_run_and_prints_what_eval_measures(sae: CommandLine, tmp
 def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
     make_store(sae.home, "rows", nested_rows(2000))
     make_run(sae.home, "nested", nested_sae("topk"))
-    done = sae("refit", "--name", "mine")
-    assert done.status == 0 and "using the newest run, nested" in done.err
+    done = sae("refit", "--name", "mine").succeeds()
+    assert "using the newest run, nested" in done.err
     for words in ("mine: the decoder for", "before", "after", "fvu of the first 3", "degrees of"):
         assert words in done.out
     assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES
@@ -233,9 +231,7 @@ def test_decoder_that_is_worse_on_rows_held_out_is_not_saved(sae: CommandLine):
     held_out = is_test(np.arange(len(rows)))
     make_run(sae.home, "run", saecli.refit(random_sae(), rows))
     make_store(sae.home, "rows", np.where(held_out[:, None], rows, -rows))
-    done = sae("refit", "run")
-    assert done.status == 1
-    assert "nothing is saved: expected the exact decoder for" in done.err
+    sae("refit", "run").fails(1, "nothing is saved: expected the exact decoder for")
     assert not (sae.home / "runs" / "refit-run").exists()
 
 
@@ -264,5 +260,4 @@ def test_on_the_rows_of_its_own_training_the_target_is_not_the_decoder_fitted_to
     fitted = saved.sae.changed(W_dec=both[:-1].float(), b_dec=both[-1].float())
     save_native(replace(saved, sae=fitted), run)
     done = sae("refit", "run", "--json")
-    assert done.status == 0, done.err
     assert done.json["after"]["fvu"] < 0.97 * done.json["before"]["fvu"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
 from plain_hooks import assert_same_effects, effects_by_hooks, noted
-from tiny_models import DEEP, WIDTH, loaded, save_model
+from tiny_models import DEEP, WIDTH, loaded, random_letters, save_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,8 +42,7 @@ def documents() -> list[Document]:
     """Sixty texts of up to 40 random letters, each of them a token."""
     draw = np.random.default_rng(0)
     return [
-        Document(number, "".join(map(chr, draw.integers(97, 157, draw.integers(1, 40)))), None)
-        for number in range(60)
+        Document(number, random_letters(draw, draw.integers(1, 40)), None) for number in range(60)
     ]
 
 
@@ -176,8 +175,7 @@ def test_a_model_that_does_not_fit_is_refused_before_measuring(
     model.tokenizer.save_pretrained(other)
     reconstruction = "saecli.measure.evaluate.reconstruction"
     monkeypatch.setattr(reconstruction, lambda *_: pytest.fail("measured first"))
-    done = sae("eval", "--model", other)
-    assert (done.status, sentence in done.err) == (2, True), done.err
+    sae("eval", "--model", other).fails(2, sentence)
 
 
 @pytest.mark.slow

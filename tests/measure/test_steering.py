@@ -171,7 +171,6 @@ WORDS = ("--latent", "3", "--latent", "11", "--prompt", TEXT, "--max-new-tokens"
 @torch.no_grad()
 def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: CommandLine):
     done = home("steer", "first", *WORDS, "--scale", "20", "--scale", "-9")
-    assert done.status == 0, done.err
     (texts,) = done.json["continuations"]
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2])
     model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2]).float()
@@ -202,7 +201,6 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     latent = int(z.amax(0).argmax())
     words = ("--latent", str(latent), "--prompt", "Return the", "--max-new-tokens", "3", "--json")
     done = sae("steer", "first", *words)
-    assert done.status == 0, done.err
     (line,) = done.json["latents"]
     assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
     assert done.json["store_rows"] == len(z)
@@ -210,11 +208,11 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     saved, other = load(run), (latent + 1) % 64
     saved.sae.b_enc[other] = -1e6
     save_native(saved, run)
-    refused = sae("steer", "first", "--latent", str(other), *words[2:])
-    assert refused.status == 2 and f"latent {other} does not fire on 2,000 rows" in refused.err
+    sae("steer", "first", "--latent", str(other), *words[2:]).fails(
+        2, f"latent {other} does not fire on 2,000 rows"
+    )
     assert sae("rm", "docs", "--yes").status == 0
-    refused = sae("steer", "first", *words)
-    assert refused.status == 2 and "--scale is needed with --method add" in refused.err
+    sae("steer", "first", *words).fails(2, "--scale is needed with --method add")
     ablated = sae("steer", "first", *words, "--method", "ablate")
     assert ablated.json["latents"][0]["store_max"] is None
 
@@ -248,8 +246,7 @@ def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: Com
         home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1"))
     )
     assert first == repeated != other and len(first) == 2
-    done = home(*(word for word in words if word != "--json"))
-    assert done.status == 0
+    done = home(*(word for word in words if word != "--json")).succeeds()
     assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out
     assert "scale" not in done.out
 

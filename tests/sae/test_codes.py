@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from homes import normal
+from homes import activation_of, normal
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
@@ -212,8 +212,7 @@ def sae_of(activation: Activation, many: bool) -> SAE:
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
 def test_gradients_of_the_loss_equal_plain_autograd(name: str, kept: str, sparsity: str) -> None:
-    kind = ACTIVATIONS[name]
-    activation = kind(k=KEPT[kept]) if hasattr(kind, "k") else kind()
+    activation = activation_of(name, KEPT[kept])
     sae, y = sae_of(activation, kept == "many"), normal(B, D, seed=8)
     x = normal(B, D, seed=3).requires_grad_()
     loss = sae.loss(Batch(x, y, B), sparsity, 0.3)

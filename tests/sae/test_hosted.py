@@ -82,7 +82,6 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
 ) -> None:
     make_run(sae.home, "run", random_sae(activation))
     pushed = sae("push", "run", "someone/saes", "--format", form, "--json")
-    assert pushed.status == 0, pushed.err
     assert pushed.json["files"] == files
     own = [f"run/{name}" for name in ("README.md", *files)]
     assert hub.repos["someone/saes"].files.keys() == {"README.md", *own}
@@ -251,8 +250,7 @@ def test_of_several_layers_on_the_hub_one_must_be_named(
         published.qwen_scope(tmp_path / "there", layer)
     repo = "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4"
     hub.add(repo, files_of(tmp_path / "there"))
-    done = sae("eval", repo)
-    assert done.status == 1 and f"{repo} holds 2 files layer*.sae.pt" in done.err
+    sae("eval", repo).fails(1, f"{repo} holds 2 files layer*.sae.pt")
     for layer in (11, 5):  # the second with the first in the cache
         fetched = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")
         published.assert_reads(fetched, published.qwen_scope(tmp_path / "again", layer))
@@ -368,9 +366,8 @@ def test_a_transcoders_folder_is_pushed_and_exported_with_its_targets_named(
         ("push", tmp_path / "copy", "someone/saes"),
         ("export", tmp_path / "copy", "--to", "sparsify", "--out", tmp_path / "out"),
     ):
-        done = sae(*words, "--data", "x")
-        assert done.status == 2 and "by --data and --target" in done.err
+        sae(*words, "--data", "x").fails(2, "by --data and --target")
         done = sae(*words, "--data", "x", "--target", "y", "--json")
-        assert done.status == 0 and done.json["format"] in ("native", "sparsify"), done.err
-    done = sae("export", "--to", "sparsify", "--out", tmp_path / "newest")
-    assert done.status == 0 and done.err.count("using the newest run") == 1
+        assert done.json["format"] in ("native", "sparsify")
+    done = sae("export", "--to", "sparsify", "--out", tmp_path / "newest").succeeds()
+    assert done.err.count("using the newest run") == 1

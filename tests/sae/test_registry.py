@@ -167,8 +167,7 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", X.numpy())
     words = [f"{name}={place}={FACTORS.get(name, 1)}" for place, name in names.items()]
     script = Path(__file__).parents[1] / "libraries/saelens.py"
-    done = captured([python_with("saelens"), script, "scopes", tmp_path, *words])
-    assert done.returncode == 0, done.stderr
+    captured([python_with("saelens"), script, "scopes", tmp_path, *words], check=True)
     for place, name in names.items():
         sae = load(tmp_path / place, FACTORS.get(name)).sae
         if name == "qwen":  # SAELens makes negative codes 0
@@ -237,8 +236,8 @@ def test_an_sae_is_named_by_its_release_and_id(
     published.assert_reads(plain, scaled_sae)
     expected = plain(X - X.mean(1, keepdim=True))
     torch.testing.assert_close(centred(X), expected, rtol=1e-5, atol=1e-4)
-    done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
-    assert done.status == 0 and "center_writing_weights" in done.err
+    done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows").succeeds()
+    assert "center_writing_weights" in done.err
     for words, said in (
         (["tm/mlp-out"], "which say it; install sae-lens"),
         (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),
@@ -246,8 +245,8 @@ def test_an_sae_is_named_by_its_release_and_id(
         (["clt/layer_0"], "cannot be expressed here"),
         (["wg/layer_8"], "(constant_norm_rescale)"),
     ):
-        done = sae("eval", *words, "--data", "rows")
-        assert done.status == 1 and said in done.err and done.err.count("\n") <= 2, done.err
+        done = sae("eval", *words, "--data", "rows").fails(1, said)
+        assert done.err.count("\n") <= 2
     with monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
         patched.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
@@ -262,8 +261,9 @@ def test_without_saelens_an_unknown_name_says_what_to_install(
     sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sae_lens", None)
-    done = sae("eval", "scope-canonical/layer_12/canonical")
-    assert done.status == 1 and "install sae-lens or name its place on the hub" in done.err
+    sae("eval", "scope-canonical/layer_12/canonical").fails(
+        1, "install sae-lens or name its place on the hub"
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_store, some_rows
+from homes import CommandLine, change_json, make_store, some_rows
 from storing import collect
 
 import saecli
@@ -54,8 +54,7 @@ def test_a_store_outside_the_home_is_trained_on_and_found_again(sae: CommandLine
     weights = (sae.home / "runs" / name / "sae.safetensors" for name in ("run", "again"))
     assert len({path.read_bytes() for path in weights}) == 1
     assert saecli.evaluate("run", data=str(folder), home=sae.home)["rows"] > 0
-    document = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(document | {"complete": False, "result": None}))
+    change_json(run / "run.json", complete=False, result=None)
     assert sae("train", "--resume", "--name", "run").status == 0
 
 

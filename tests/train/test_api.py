@@ -171,8 +171,7 @@ def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(
 def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(
     sae: CommandLine, tmp_path: Path, monkeypatch
 ):
-    extracted = sae("extract --model tiny-gemma2 --rows 900 --layer 1 --layer 3 --name notes")
-    assert extracted.status == 0
+    sae("extract --model tiny-gemma2 --rows 900 --layer 1 --layer 3 --name notes").succeeds()
     monkeypatch.setenv("SAE_HOME", str(sae.home))
     one, three = (saecli.open_store(f"notes-l{layer}-resid_post") for layer in (1, 3))
     quick = {"act": "topk", "k": 3, "d_sae": 16, "epochs": 1, "split_seed": 5}
@@ -186,8 +185,8 @@ def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(
     said = "was trained on layer 1 resid_post; .* holds layer 3 resid_post"
     with pytest.warns(UserWarning, match=said):
         saecli.evaluate(fitted, three)
-    done = sae("eval", str(tmp_path / "x"), "--data", three.name)
-    assert done.status == 0 and "was trained on layer 1 resid_post" in done.err
+    done = sae("eval", str(tmp_path / "x"), "--data", three.name).succeeds()
+    assert "was trained on layer 1 resid_post" in done.err
     saecli.save_sae(random_sae(), tmp_path / "stranger")
     with pytest.warns(UserWarning, match="does not name its store: taking the newest"):
         saecli.evaluate(tmp_path / "stranger")

@@ -81,7 +81,6 @@ def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
 ):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae(f"train {words}", *QUICK)
-    assert done.status == 0
     if said is None:
         assert done.json["warnings"] == []
         assert "warning" not in done.err + sae("eval").err
@@ -197,8 +196,7 @@ def test_steps_take_the_place_of_epochs_and_the_rows_that_of_a_larger_batch(sae:
     make_store(sae.home, "rows", some_rows(300))
     document = sae("train --steps 11 --batch-size 64 --d-sae 24 --json").json
     assert (document["steps"], document["epochs"]) == (11, 3)
-    done = sae("train --d-sae 24 --epochs 2 --batch-size 100000000 --name run --json")
-    assert done.status == 0
+    sae("train --d-sae 24 --epochs 2 --batch-size 100000000 --name run --json").succeeds()
     settled = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["training"]
     assert 200 < settled["batch_size"] < 300
 
@@ -275,8 +273,9 @@ def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     assert done.status == 1
     assert "run-lr1e+30: the loss became" in done.err and "run-lr0.01" in done.out
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
-    refused = sae("train --name run --lr 0.01 --lr 0.02", *QUICK)
-    assert refused.status == 1 and "there is a run named 'run-lr0.01' already" in refused.err
+    sae("train --name run --lr 0.01 --lr 0.02", *QUICK).fails(
+        1, "there is a run named 'run-lr0.01' already"
+    )
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
 
 
@@ -291,9 +290,9 @@ def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, m
         return None if name == "wandb" else find(name, *more)
 
     monkeypatch.setattr("importlib.util.find_spec", find_others)
-    done = sae("train", "--log-to", "wandb", *TRACKED)
-    assert done.status == 2
-    assert "install it with `pip install 'saecli[wandb]'`" in done.err
+    sae("train", "--log-to", "wandb", *TRACKED).fails(
+        2, "install it with `pip install 'saecli[wandb]'`"
+    )
     assert not list((sae.home / "runs").iterdir())
 
 
@@ -311,8 +310,7 @@ def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(
     assert "log in by `wandb login`, or set WANDB_MODE=offline" in done.stderr
     assert not list((sae.home / "runs").iterdir())
     own["WANDB_MODE"] = "offline"
-    done = captured(command, env=os.environ | own, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
+    captured(command, env=os.environ | own, stdin=subprocess.DEVNULL, check=True)
     folder = sae.home / "runs" / "run"
     (kept,) = folder.glob("wandb/offline-run-*/*.wandb")
     values = {value for line in read_metrics(folder) for value in line.values()} - {None}

@@ -366,9 +366,7 @@ def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails
     for name, store in zip(names[::2], ("x-2", "x-10"), strict=True):
         sae(f"{common} --data {store} --name alone-{store}")
         assert_same_weights(sae.home, name, f"alone-{store}")
-    others = sae(*words, "--lr", "0.1")
-    assert others.status == 1
-    assert "a run named 'a-x-2-seed1' already, with other options" in others.err
+    sae(*words, "--lr", "0.1").fails(1, "a run named 'a-x-2-seed1' already, with other options")
     alike = sae("eval", "a-*seed1", "--json").json["runs"]
     assert {run["run"] for run in alike} == set(names[::2])
 

@@ -49,7 +49,6 @@ def home(sae: CommandLine) -> Path:
 def test_every_solver_and_activation_trains_a_transcoder_as_eval_says(sae, home, solver, act):
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
     done = sae("train", *X_TO_Y, "--solver", *solver.split(), "--act", act, *k, *QUICK)
-    assert done.status == 0, done.err
     document = done.json
     assert document["data"] == "x -> y"
     (measured,) = sae("eval", document["run"], "--json").json["runs"]
@@ -185,7 +184,6 @@ def two_places(sae: CommandLine) -> Path:
 @pytest.mark.parametrize("options", ["--act batchtopk --k 4", "--act relu"])
 def test_features_of_one_place_and_of_both_are_told_apart(sae, two_places, solver, options):
     done = sae("train", *A_AND_B, "--solver", solver, *options.split(), *LONG)
-    assert done.status == 0, done.err
     assert (done.json["data"], done.json["d_in"]) == ("a + b", 2 * D)
     (found,) = sae("sparsity", "run", "--json").json["runs"]
     assert [place["name"] for place in found["places"]] == ["a", "b"]
