@@ -84,6 +84,8 @@ def test_a_format_may_be_spelt_as_its_library_is(sae: CommandLine, tmp_path: Pat
     document = saecli.export(random_sae(), "dictionary_learning", tmp_path / "other")
     assert document["format"] == recognise(tmp_path / "other") == "dictionary-learning"
     saecli.save_sae(random_sae(), tmp_path / "saved", "dictionary_learning")
+    with pytest.raises(saecli.SaeError, match=r"format must be one of saelens, .*, got 'x'"):
+        saecli.save_sae(random_sae(), tmp_path / "x", "x")
     for folder in ("out", "other", "saved"):
         assert (tmp_path / folder / "config.json").read_bytes() and recognise(tmp_path / folder)
     sae("export", "run", "--to", "dictionary_learn", "--out", tmp_path / "new").fails(

@@ -1,6 +1,7 @@
 """`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with."""
 
 import io
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
     assert (done.status, document.status, sae("list").status) == (1, 1, 0)
     for name in (*map(str, shards), "store.json"):
         assert (done.out + done.err).count(name) == 1
-    assert len(document.json["problems"]) == 4
+    assert len(json.loads(document.out)["problems"]) == 4
     assert "found 4 problems" in done.err and done.err.count("\n") == 1
 
 

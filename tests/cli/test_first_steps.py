@@ -1,4 +1,4 @@
-"""What a new user tries in the first hour, and what it says."""
+"""What a new user tries in the first hour, in Python and in a shell, and what a first mistake is answered with."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, StoreError
+from saecli.cli import demo
 from saecli.extract.options import BUNDLED
 
 
@@ -96,3 +97,55 @@ def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
     said = sae("train", "--d-sae", 16, "--epochs", 2, "--sparsity-weight", "1e4").err
     assert "lower --sparsity-weight" in said
     assert "raise --sparsity-weight" not in said
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "ROWS", 1500)
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("brief")
+def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: CommandLine):
+    done = sae("demo").succeeds()
+    printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
+    assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
+    last = done.out[done.out.index("both SAEs") :]
+    header, *lines = [
+        [cell.strip() for cell in line[1:-1].split(line[0])]
+        for line in last.splitlines()
+        if line[0:1] in ("┃", "│")
+    ]
+    assert header == ["run", "l0", "fvu", "ce recovered", "kl", "steps", "seconds"]
+    assert " unbeaten (*): every other run" in " " + " ".join(last.split())
+    evaluated = {
+        run["run"]: run
+        for run in sae("eval demo-1-sgd demo-1-pam-sgd --model tiny-gemma2 --json").json["runs"]
+    }
+    assert {name.removesuffix(" *") for name, *_ in lines} == evaluated.keys()
+    for marked, *figures in lines:
+        run = evaluated[marked.removesuffix(" *")]
+        assert (" *" in marked) == run["unbeaten"]
+        assert figures[:4] == [f"{run[name]:.4g}" for name in ("l0", "fvu", "ce_recovered", "kl")]
+    assert all((sae.home / path).exists() for path in last.partition("pictures:")[2].split())
+
+
+def test_from_text_to_an_understood_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SAE_HOME", str(tmp_path))
+    store = saecli.extract("tiny-gemma2", layer=2, rows=2000)
+    sae = saecli.fit(store, solver="pam-sgd", act="topk", k=16, d_sae=128, steps=100)
+
+    measures = saecli.evaluate(sae, store, model="tiny-gemma2")
+    assert measures["l0"] == 16
+    assert measures["fvu"] < 0.4
+    assert measures["ce_recovered"] > 0.6
+
+    x = torch.from_numpy(next(store.split("test").sequential(100)))
+    error = (sae.decode(sae.encode(x)) - x).square().sum() / (x - x.mean(0)).square().sum()
+    assert error < 0.5
+
+    saecli.save_sae(sae, tmp_path / "mine")
+    assert torch.equal(saecli.load_sae(tmp_path / "mine").W_dec, sae.W_dec)
+    assert saecli.geometry(sae, data=store)["cells_visited"] > 50

@@ -9,7 +9,7 @@ import pytest
 import torch
 from homes import CommandLine
 from plain_hooks import noted, replaced
-from tiny_models import loaded, stored
+from tiny_models import loaded, save_model, stored
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
@@ -68,13 +68,9 @@ IDS[:, 0], IDS[:, -1] = CLS, EOS
 
 def masked_model(folder: Path, kind: str) -> Path:
     """With weights large enough for its blocks to matter, and ESM-2's tokenizer, or one like it."""
-    torch.manual_seed(0)
-    model = AutoModelForMaskedLM.from_config(CONFIGS[kind])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
-    model.save_pretrained(folder)
+    save_model(folder, CONFIGS[kind], loader=AutoModelForMaskedLM)
+    for path in folder.glob("*token*"):  # of another model
+        path.unlink()
     if kind == "esm":
         (folder / "vocab.txt").write_text("\n".join(WORDS))
         EsmTokenizer(folder / "vocab.txt").save_pretrained(folder)

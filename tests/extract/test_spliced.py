@@ -8,7 +8,7 @@ import pytest
 import torch
 from homes import CommandLine, random_sae, steerable
 from plain_hooks import Replace, blocks, noted, replaced
-from tiny_models import CONFIGS, WIDTH, save_model
+from tiny_models import EOS, WIDTH, open_model, prompt
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,6 @@ from saecli.sae.dictionary import SAE
 
 MIDDLE = {"layer": 1, "site": "resid_post"}
 MLP = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
-BOS, EOS = 1, 2
 TARGET = 7  # a token
 
 
@@ -33,26 +32,9 @@ def at(place: dict[str, Any], activation: Activation | None = None, skip: bool =
     return sae
 
 
-def open_model(folder: Path, kind: str = "llama", **options: Any) -> Any:
-    place = save_model(folder / kind, kind)
-    return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **options)
-
-
-@pytest.fixture(params=CONFIGS)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return open_model(tmp_path, request.param)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Any:
     return open_model(tmp_path)
-
-
-def prompt() -> Tensor:
-    token_ids = torch.randint(4, 60, (2, 7), generator=torch.Generator().manual_seed(2))
-    token_ids[:, 0] = BOS
-    token_ids[1, 4] = EOS
-    return token_ids
 
 
 def at_texts(new: Replace) -> Replace:

@@ -77,6 +77,13 @@ DROPPING = [
 ]
 
 
+@torch.no_grad()
+def rows_of(model: Any, token_ids: Any) -> torch.Tensor:
+    """What plain transformers has at the layer for each token of a window, (T, D)."""
+    states = model(torch.tensor([[*token_ids]]), output_hidden_states=True).hidden_states
+    return states[LAYER + 1][0]
+
+
 def column(rows: Any, name: str) -> list[int]:
     return np.concatenate(list(rows.column(name, 64))).tolist()
 
@@ -97,9 +104,7 @@ def test_windows_hold_the_whole_input_and_mark_the_rows(folder, store):
             assert mask.any() and len(token_ids) <= CONTEXT and token_ids[0] == BOS
             tokens += token_ids[mask].tolist()
             positions += np.flatnonzero(mask).tolist()
-            with torch.no_grad():
-                states = model(torch.tensor(token_ids[None]), output_hidden_states=True)
-            x.append(states.hidden_states[LAYER + 1][0][mask].numpy())
+            x.append(rows_of(model, token_ids)[mask].numpy())
         assert tokens == column(rows, "token_id")
         assert positions == column(rows, "position")
         stored = np.concatenate([batch.copy() for batch in rows.sequential(64)])
@@ -116,10 +121,9 @@ def test_windows_are_those_of_the_text_also_where_rows_are_dropped(tmp_path, fol
     found = [token_ids.tolist() for token_ids, _ in store.split("all").windows()]
     model, having = loaded(folder).model, []
     for window in expected:
-        with torch.no_grad():
-            states = model(torch.tensor([window]), output_hidden_states=True).hidden_states
         ordinary = torch.tensor(window) > EOS
-        if (states[LAYER + 1][0][ordinary].norm(dim=1) <= 1.1 * store.meta.median_norm).any():
+        norms = rows_of(model, window)[ordinary].norm(dim=1)
+        if (norms <= 1.1 * store.meta.median_norm).any():
             having.append(window)
     assert found == having
 
@@ -132,11 +136,9 @@ def test_counts_of_what_was_dropped_end_with_the_last_row_kept(tmp_path, folder,
     for text in texts():
         ids = loaded_model.tokenizer(text, add_special_tokens=False)["input_ids"]
         for at in range(0, len(ids), CONTEXT - 1):
-            window = torch.tensor([[BOS, *ids[at : at + CONTEXT - 1]]])
-            with torch.no_grad():
-                states = loaded_model.model(window, output_hidden_states=True).hidden_states
-            norms = states[LAYER + 1][0].norm(dim=1).tolist()
-            for token, norm in zip(window[0].tolist(), norms, strict=True):
+            window = [BOS, *ids[at : at + CONTEXT - 1]]
+            norms = rows_of(loaded_model.model, window).norm(dim=1).tolist()
+            for token, norm in zip(window, norms, strict=True):
                 if not left:
                     break
                 reason = "special" if token <= EOS else "high_norm" if norm > limit else "kept"

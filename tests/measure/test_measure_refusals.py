@@ -48,12 +48,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "narrow": some_rows(50, 5),
     }.items():
         make_store(home, store, rows)
-    storing.make_store(
-        home / "activations" / "last",
-        some_rows(20),
-        columns=dict.fromkeys(COLUMNS, np.arange(20)),
-        source=READS | {"context": 12, "positions": "last"},
-    )
+    of_tokens = READS | {"context": 12}
+    sources = {"last": of_tokens | {"positions": "last"}, "unnamed": of_tokens | {"model": None}}
+    for name, source in sources.items():
+        columns = dict.fromkeys(COLUMNS, np.arange(20))
+        place = home / "activations" / name
+        storing.make_store(place, some_rows(20), columns=columns, source=source)
+    (home / "a.txt").write_text("a")
+    (home / "latin.txt").write_bytes("ä".encode("latin-1"))
+    (home / "chat.json").write_text('[{"role": "user", "content": "a"}]')
     for seed, name, data in (
         (0, "seed-0", "rows"),
         (1, "seed-1", "rows"),
@@ -146,6 +149,30 @@ COMMANDS = [
     (f"steer {{home}}/saved {ONE} {AT}", 2, "--model is needed: "),
     (f"steer {{home}}/across {ONE} {AT}", 2, "does not say what it pred"),
     (f"steer nowhere {ONE}", 1, "nowhere"),
+    ("read first", 2, "expected one of --prompt, --text, --chat, got none"),
+    ("read first --prompt a --text {home}/a.txt", 2, "got --prompt and --text"),
+    ("read first --prompt ''", 2, "must not be empty"),
+    ("read first --prompt ' '", 2, "must have a token"),
+    ("read first --prompt \udcff", 2, "in UTF-8"),
+    ("read first --prompt a --compare ''", 2, "--compare must not be empty"),
+    ("read first --prompt a --latent 20", 2, "must be from 0 to 19, the last of first, got 20"),
+    ("read first --prompt a --latent -1", 2, "--latent must be from 0 to 19"),
+    ("read first --prompt a --top 0", 2, "--top"),
+    ("read first --text {home}/none.txt", 2, "none.txt"),
+    ("read first --text {home}/latin.txt", 2, "expected a text in UTF-8"),
+    ("read first --chat {home}/a.txt", 2, "expected a JSON list of messages"),
+    ("read first --chat {home}/chat.json", 1, "has no chat template"),
+    ("read first --prompt a --html {home}/none/page.html", 2, "cannot write"),
+    ("read first --prompt a --layer 2", 2, "--layer must be 1, as first says, got 2"),
+    ("read wide --prompt a", 2, "does not fit"),
+    ("read two --prompt a", 2, "two does not fit tiny-gemma2"),
+    ("explain first --latent 20", 2, "must be from 0 to 19, the last of first, got [20]"),
+    ("explain first --latent -1", 2, "--latent must be from 0 to 19"),
+    ("explain first --latents 0", 2, "--latents"),
+    ("explain first --out {home}/none/labels.json", 2, "there is no folder"),
+    ("explain first --labels {home}/a.csv --latent 1", 2, "leave --data, --latent and --latents"),
+    ("explain old", 2, "rows keeps no tokens: expected a store"),
+    ("explain old --data unnamed", 2, "does not say which model its tokens are of"),
 ]
 
 

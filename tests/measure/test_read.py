@@ -174,9 +174,6 @@ def home(sae: CommandLine) -> CommandLine:
     """A home with an SAE of the bundled model's width."""
     origin = {"model": TINY_GEMMA2, **AT}
     make_run(sae.home, "first", steerable(Relu(), d_in=128), origin=origin)
-    cross = SAE(**steerable(d_in=128).tensors(), activation=Relu(), widths=(64, 64))
-    two = [{"layer": layer, "site": "resid_post"} for layer in (1, 2)]
-    make_run(sae.home, "narrow", cross, origin=origin | {"inputs": two})
     return sae
 
 
@@ -273,41 +270,6 @@ def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: Command
     assert sae("rm", "docs", "--yes").status == 0
     (latent, *_) = sae(*words, "--json").json["latents"]
     assert (latent["frequency"], latent["label"]) == (None, None)
-
-
-REFUSED = [
-    ("first", 2, "expected one of --prompt, --text, --chat, got none"),
-    ("first --prompt a --text {tmp}/a.txt", 2, "got --prompt and --text"),
-    ("first --prompt ''", 2, "must not be empty"),
-    ("first --prompt ' '", 2, "must have a token"),
-    ("first --prompt \udcff", 2, "in UTF-8"),
-    ("first --prompt a --compare ''", 2, "--compare must not be empty"),
-    ("first --prompt a --latent 20", 2, "--latent must be from 0 to 19, the last of first, got 20"),
-    ("first --prompt a --latent -1", 2, "--latent must be from 0 to 19"),
-    ("first --prompt a --top 0", 2, "--top"),
-    ("first --text {tmp}/none.txt", 2, "none.txt"),
-    ("first --text {tmp}/latin.txt", 2, "expected a text in UTF-8"),
-    ("first --chat {tmp}/a.txt", 2, "expected a JSON list of messages"),
-    ("first --chat {tmp}/chat.json", 1, "has no chat template"),
-    ("first --prompt a --html {tmp}/none/page.html", 2, "cannot write"),
-    ("first --prompt a --layer 2", 2, "--layer must be 1, as first says, got 2"),
-    ("first --prompt a --model {tmp}/model", 2, "does not fit"),
-    ("narrow --prompt a", 2, "narrow does not fit tiny-gemma2"),
-]
-
-
-@pytest.mark.parametrize(("words", "status", "sentence"), REFUSED)
-def test_what_cannot_be_read_is_refused_in_a_sentence(
-    home: CommandLine, tmp_path: Path, words: str, status: int, sentence: str
-):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
-    (tmp_path / "chat.json").write_text('[{"role": "user", "content": "a"}]')
-    if "/model" in words:
-        save_model(tmp_path / "model", "llama")
-    done = home("read " + words.format(tmp=tmp_path))
-    assert (done.status, done.out) == (status, "")
-    assert sentence in " ".join(done.err.split()) and "Traceback" not in done.err
 
 
 def test_a_token_beyond_the_models_embedding_is_refused(tmp_path: Path):

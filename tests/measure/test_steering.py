@@ -8,7 +8,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, steerable, trained_on_docs
 from plain_hooks import blocks, noted, replaced
-from tiny_models import CONFIGS, WIDTH, save_model
+from tiny_models import EOS, WIDTH, open_model, prompt, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +20,6 @@ from saecli.sae.formats import SavedSAE, load, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
-BOS, EOS = 1, 2
 
 
 def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> Tensor:
@@ -30,21 +29,6 @@ def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> T
     for latent, scale in zip(LATENTS, scales, strict=True):
         new[..., latent] = {"add": z[..., latent] + scale, "clamp": scale, "ablate": 0.0}[method]
     return new @ sae.W_dec + sae.b_dec + (x - (z @ sae.W_dec + sae.b_dec))
-
-
-def open_model(folder: Path, kind: str) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(save_model(folder / kind, kind)).eval()
-
-
-@pytest.fixture(params=CONFIGS)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
-    return open_model(tmp_path, request.param)
-
-
-def prompt() -> Tensor:
-    token_ids = torch.randint(4, 60, (2, 7), generator=torch.Generator().manual_seed(2))
-    token_ids[:, 0] = BOS
-    return token_ids
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, same, some_rows
 
 import saecli
-from saecli.sae.activations import TopK
 from saecli.train.rows import ArrayRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
@@ -149,22 +148,6 @@ def test_what_cannot_be_fitted_is_told_in_one_sentence(rows, options: dict, sent
     with pytest.raises(saecli.SaeError) as told:
         saecli.fit(rows, **options)
     assert sentence in str(told.value)
-
-
-@pytest.mark.slow
-def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(
-    sae: CommandLine, tmp_path: Path
-):
-    assert sae("extract --model tiny-gemma2 --rows 40 --name notes").status == 0
-    one, store = random_sae(TopK(k=3)), saecli.open_store("notes", sae.home)
-    saecli.save_sae(one, tmp_path / "native", store=saecli.open_store(home=sae.home))
-    assert same(saecli.load_sae(tmp_path / "native"), one)
-    saecli.save_sae(random_sae(), tmp_path / "saelens", "saelens", store)
-    assert "blocks.1.hook_resid_post" in (tmp_path / "saelens" / "cfg.json").read_text()
-    x = torch.from_numpy(some_rows(10))
-    torch.testing.assert_close(saecli.load_sae(tmp_path / "saelens")(x), random_sae()(x))
-    with pytest.raises(saecli.SaeError, match=r"format must be one of saelens, .*, got 'x'"):
-        saecli.save_sae(one, tmp_path / "x", "x")
 
 
 @pytest.mark.slow
