@@ -2,11 +2,14 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,30 @@ def some_rows(rows: int = 3000, d_in: int = D, seed: int = 0) -> np.ndarray:
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fvu(y_hat: torch.Tensor, y: torch.Tensor) -> float:
+    return ((y_hat - y).square().sum() / (y - y.mean(0)).square().sum()).item()
+
+
+def reconstruction_oracle(
+    x: torch.Tensor, x_hat: torch.Tensor, z: torch.Tensor
+) -> dict[str, float]:
+    """The measures of reconstructions and codes, by numpy in float64."""
+    x, x_hat, z = (t.numpy().astype(np.float64) for t in (x, x_hat, z))
+    residual = ((x_hat - x) ** 2).sum(1)
+    variance = x.var(0).sum()
+    cosine = (x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)
+    return {
+        "rows": len(x),
+        "mse": residual.mean() / x.shape[1],
+        "fvu": residual.mean() / variance,
+        "explained_variance": 1 - residual.mean() / variance,
+        "cosine": cosine.mean(),
+        "l0": (z != 0).sum(1).mean(),
+        "l1": np.abs(z).sum(1).mean(),
+        "silent_fraction": (~(z != 0).any(0)).mean(),
+    }
 
 
 def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarray:
@@ -201,12 +228,19 @@ def after_commands(home: Path, *lines: str) -> Path:
     return home
 
 
-def trained_on_docs(sae: CommandLine) -> torch.Tensor:
-    """A store `docs` of the bundled model and a run `first` trained on it; the codes of all its rows, (2000, 64)."""
+@cache
+def docs_home() -> TemporaryDirectory:
+    """What `trained_on_docs` copies, made once in a process."""
+    folder = TemporaryDirectory()
     extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
     train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
-    for line in (extract, train):
-        assert sae(*line.split()).status == 0
+    after_commands(Path(folder.name), extract, train)
+    return folder
+
+
+def trained_on_docs(sae: CommandLine) -> torch.Tensor:
+    """A store `docs` of the bundled model and a run `first` trained on it; the codes of all its rows, (2000, 64)."""
+    shutil.copytree(docs_home().name, sae.home)
     store = saecli.open_store("docs", home=sae.home).split("all")
     x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
     return saecli.load_sae("first", home=sae.home).encode(x)
@@ -216,6 +250,14 @@ def steerable(activation: Activation | None = None, d_in: int = 16) -> SAE:
     """An SAE whose decoder is no transpose of its encoder, of which about half of the latents fire."""
     sae = random_sae(activation, d_in)
     return sae.changed(W_dec=torch.randn(20, d_in, generator=torch.Generator().manual_seed(5)))
+
+
+def crosscoder_of(places: list[dict[str, Any]], width: int = 16) -> SAE:
+    """A crosscoder of hook points of one width, which it records."""
+    sae = steerable(Relu(), d_in=width * len(places))
+    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(width,) * len(places))
+    cross.metadata = places[0] | {"inputs": places}
+    return cross
 
 
 def nested_rows(rows: int, seed: int = 0) -> np.ndarray:

@@ -126,12 +126,3 @@ def test_what_a_format_lacks_is_refused_by_name_with_what_to_do(
         1, f"{name} cannot express the activation {activation.name}", advice
     )
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_another_library_is_converted_without_a_run(sae: CommandLine, tmp_path: Path):
-    make_run(sae.home, "run", random_sae())
-    sae("export", "run", "--to", "saelens", "--out", tmp_path / "saelens")
-    sae(
-        "export", tmp_path / "saelens", "--to", "sparsify", "--out", tmp_path / "sparsify"
-    ).succeeds()
-    assert load(tmp_path / "saelens").origin == {"model": "gpt2", "layer": 3, "site": "resid_post"}

@@ -141,7 +141,7 @@ def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(tmp_path: Path, 
 def test_effects_are_of_masked_tokens(sae: CommandLine, tmp_path: Path, kind: str, site: str):
     folder, random = masked_model(tmp_path / "model", kind), np.random.default_rng(0)
     # Windows of one length: ESM of transformers 5.0 gives padded ones other activations.
-    texts = ["".join(random.choice([*"LAGVSERTIDPK"], 18)) for _ in range(120)]
+    texts = ["".join(random.choice([*"LAGVSERTIDPK"], 18)) for _ in range(60)]
     (tmp_path / "proteins.txt").write_text("\n\n".join(texts))
     line = f"extract --rows 2000 --context 20 --layer 0 --site {site} --dtype float32 --name x"
     words = ("--model", folder, "--dataset", tmp_path / "proteins.txt")

@@ -175,11 +175,6 @@ def test_rows_that_not_all_can_store_end_the_extraction(
     assert not list((sae.home / "activations").iterdir())
 
 
-def test_a_norm_limit_takes_one_hook_point(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--dataset", text, "--max-norm-multiple", "3")
-    sae(*words, *SEVERAL).fails(2, "--max-norm-multiple")
-
-
 def test_stores_of_different_rows_are_refused(sae: CommandLine, model, text):
     line = f"extract --model {model} --dataset {text} --rows 300 --shard-rows 60 --name s"
     assert sae(f"{line} --site mlp_in --site mlp_out").status == 0

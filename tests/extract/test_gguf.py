@@ -92,8 +92,7 @@ def test_every_command_reads_the_file(sae: CommandLine, tmp_path: Path, text: Pa
         f"controls first --model {path} --seeds 1",
         f"train --model {path} --layer 1 --dataset {text} --rows 200 --act topk --k 4 --d-sae 16 --name streamed",
     ):
-        result = sae(*command.split())
-        assert result.status == 0, (command, result.err)
+        sae(*command.split()).succeeds()
 
 
 def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text: Path):
@@ -132,9 +131,8 @@ def test_without_the_packages_one_sentence_names_the_extra(
 ):
     path, _ = saved(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    result = sae("extract", "--model", path)
-    assert result.status == 1 and result.err.count("\n") == 1
-    assert f"the package {package}" in result.err and "pip install 'saecli[gguf]'" in result.err
+    said = (f"the package {package}", "pip install 'saecli[gguf]'")
+    assert sae("extract", "--model", path).fails(1, *said).err.count("\n") == 1
 
 
 DAMAGE = {
@@ -153,9 +151,9 @@ def test_a_damaged_or_foreign_file_gets_one_sentence(
 ):
     path, _ = saved(tmp_path)
     path.write_bytes(DAMAGE[how](path.read_bytes()))
-    result = sae("extract", "--model", path, "--dataset", text)
-    assert result.status == 1 and result.err.count("\n") == 1
-    assert f"{path}: expected a whole GGUF file" in result.err and "sae-gguf" not in result.err
+    refused = sae("extract", "--model", path, "--dataset", text)
+    refused.fails(1, f"{path}: expected a whole GGUF file")
+    assert refused.err.count("\n") == 1 and "sae-gguf" not in refused.err
 
 
 def test_a_missing_file_and_a_folder_of_files_are_told_apart(sae: CommandLine, tmp_path: Path):

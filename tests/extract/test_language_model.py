@@ -70,6 +70,7 @@ def test_forward_pass_stops_at_the_site(model, tokens):
 
 def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
     source = find_model(TINY_GEMMA2)
+    assert find_model(f"{TINY_GEMMA2}/").identity() == source.identity()  # as a shell completes it
     assert (source.layers, source.default_layer()) == (4, 1)
     source.config.num_hidden_layers = 26
     assert source.default_layer() == 12

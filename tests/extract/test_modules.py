@@ -11,7 +11,7 @@ import pytest
 import torch
 from homes import CommandLine, random_sae, steerable
 from plain_hooks import effects_by_hooks, noted, replaced
-from tiny_models import LAYERS, VOCABULARY, save_model, stored
+from tiny_models import LAYERS, VOCABULARY, open_model, save_model, stored
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -214,25 +214,29 @@ def test_modules_that_cannot_be_read_are_refused(
     sae("extract --model", folder, *shlex.split(words), *given).fails(2, sentence)
 
 
+def run_spliced(model: Any, module: str) -> None:
+    with saecli.spliced(model, {module: random_sae(d_in=24)}):
+        model(TOKENS)
+
+
 def test_modules_without_a_tensor_or_that_never_run_are_refused(tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "llama"))
-    sae = random_sae(d_in=24)
-
-    def run(module: str, run: Any = model) -> None:
-        with saecli.spliced(run, {module: sae}):
-            run(TOKENS)
-
+    model = open_model(tmp_path)
     with pytest.raises(ConfigError, match="got a BaseModelOutputWithPast"):
-        run("model:out")
+        run_spliced(model, "model:out")
     model.model.unused = torch.nn.Linear(24, 24)
     with pytest.raises(ModelError, match="unused:out never ran"):
-        run("model.unused")
+        run_spliced(model, "model.unused")
+
+
+@pytest.mark.slow
+def test_a_module_of_a_compiled_model_is_refused(tmp_path: Path):
+    model = open_model(tmp_path)
     model.model.layers[1].mlp.forward = lambda x, plain=model.model.layers[1].mlp.forward: plain(x)
     model.model.layers[1].self_attn.q_proj.forward = lambda input: input.expand(3, 2, 9, 16)[0]
     compiled = torch.compile(model, backend="eager")
     compiled(TOKENS)
     with pytest.raises(ModelError, match="by a model that is not compiled"):
-        run("_orig_mod.model.layers.1.mlp.down_proj:in", compiled)
+        run_spliced(compiled, "_orig_mod.model.layers.1.mlp.down_proj:in")
 
 
 def test_list_modules_says_what_plain_hooks_see(sae: CommandLine, tmp_path: Path):

@@ -292,9 +292,8 @@ def test_a_server_that_fails_leaves_the_rules_and_says_what_to_do(
     sae: CommandLine, judging: ChatServer
 ):
     judging.failing = [(500, "broken", {})]
-    failed = sae(COMMAND, judging.url, "--concurrency", "1")
-    assert failed.status == 1
-    assert re.search("gave no answer in 1 attempt: 500 broken; run the same command", failed.err)
+    said = "gave no answer in 1 attempt: 500 broken; run the same command"
+    sae(COMMAND, judging.url, "--concurrency", "1").fails(1, said)
     assert len(json.loads((sae.home / "runs" / "first" / "labels.json").read_text())) == 4
     assert sae("explain first --dry-run").status == 2
 

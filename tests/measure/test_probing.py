@@ -10,7 +10,7 @@ import numpy as np
 import probe_sets
 import pytest
 import torch
-from homes import CommandLine, make_run, random_sae, steerable
+from homes import CommandLine, make_run, steerable
 from launching import captured, python_with
 from scipy.sparse import csr_matrix
 from scipy.stats import bootstrap
@@ -26,13 +26,11 @@ from saecli.measure.probes import (
     CS,
     LastTokens,
     Sets,
-    codes_of,
     dense_scores,
     mean_and_interval,
     most_different,
     sparse_scores,
 )
-from saecli.sae.activations import AbsTopK
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,11 +112,6 @@ def test_activations_match_each_texts_last_token_alone(tmp_path: Path, architect
             states = model.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         torch.testing.assert_close(found[places[0]][row], states[1][0, -1], rtol=1e-4, atol=1e-4)
     assert found[places[1]].shape == (5, WIDTH) and not torch.equal(*found.values())
-
-
-def test_codes_are_the_saes_own():
-    x, sae = torch.randn(50, WIDTH), random_sae(AbsTopK(k=3), WIDTH)
-    np.testing.assert_array_equal(codes_of(sae, x).toarray(), sae.encode(x).numpy())
 
 
 @pytest.fixture

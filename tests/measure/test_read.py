@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable, trained_on_docs
+from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs
 from plain_hooks import blocks, noted
 from rich.console import Console
-from tiny_models import CONFIGS, WIDTH, save_model
+from tiny_models import CONFIGS, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,15 +117,15 @@ def test_a_transcoder_has_the_codes_of_what_it_reads(tmp_path: Path):
 
 
 def test_a_crosscoder_reads_all_its_hook_points_of_one_model_and_none_of_two(tmp_path: Path):
-    folder, sae = save_model(tmp_path / "model", "llama"), steerable(Relu(), d_in=2 * WIDTH)
-    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(WIDTH, WIDTH))
+    folder = save_model(tmp_path / "model", "llama")
     inputs = [{"layer": layer, "site": "resid_post"} for layer in (2, 0)]
-    cross.metadata = {"model": str(folder), **inputs[0], "inputs": inputs}
+    cross = crosscoder_of(inputs)
+    cross.metadata |= {"model": str(folder)}
     document = saecli.read(cross, TEXT, latents=EVERY)
     assert document["inputs"] == inputs
     model, ids = opened(folder)
     x = torch.cat([activations(model, blocks(model)[layer], ids) for layer in (2, 0)], dim=1)
-    demand_codes(document, sae, x, [0])
+    demand_codes(document, cross, x, [0])
     for point, name in zip(inputs, ("one", "two"), strict=True):
         point["model"] = name
     with pytest.raises(saecli.SaeError, match="is not defined: expected an SAE of one model"):

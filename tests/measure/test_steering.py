@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable, trained_on_docs
+from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs
 from plain_hooks import blocks, noted, replaced
-from tiny_models import EOS, WIDTH, open_model, prompt, save_model
+from tiny_models import EOS, open_model, prompt, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,13 +43,11 @@ def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -
 
 def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(tmp_path: Path):
     folders = [save_model(tmp_path / name, "llama") for name in ("base", "chat")]
-    cross = steerable(Relu(), d_in=2 * WIDTH)
     inputs = [
         {"layer": layer, "site": "resid_post", "model": str(folder.resolve())}
         for layer, folder in ((1, folders[0]), (0, folders[1]))
     ]
-    cross = SAE(**cross.tensors(), activation=cross.activation, widths=(WIDTH, WIDTH))
-    cross.metadata = inputs[0] | {"inputs": inputs}
+    cross = crosscoder_of(inputs)
     for folder, layer, place in zip(folders, (1, 0), cross.hook_columns, strict=True):
         model, step = AutoModelForCausalLM.from_pretrained(folder).eval(), 3 * cross.W_dec[7, place]
         with torch.no_grad(), saecli.steering(model, cross, 7, scale=3):

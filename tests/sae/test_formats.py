@@ -12,7 +12,7 @@ import published
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, activation_of, make_store, make_transcoder, random_sae
+from homes import MLP, CommandLine, activation_of, fvu, make_store, make_transcoder, random_sae
 from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
 
@@ -396,6 +396,5 @@ def test_a_signed_topk_is_written_clipped_and_the_difference_measured(
     x, y = (torch.from_numpy(rows[test]) for rows in stores)
     done = sae("export", "run", "--to", "sparsify", "--out", tmp_path / "out", "--json")
     assert done.json["written_as"] == "relu-topk" and "topk here keeps their signs" in done.err
-    fvu = (mine(x) - y).square().sum() / (y - y.mean(0)).square().sum()
-    assert done.json["deviation"]["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
+    assert done.json["deviation"]["fvu"] == pytest.approx(fvu(mine(x), y), rel=1e-4)
     sae("export", "run", "--to", "saelens", "--out", tmp_path / "other").fails(1, "use sparsify")

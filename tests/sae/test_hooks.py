@@ -7,7 +7,7 @@ from pathlib import Path
 import published
 import pytest
 import torch
-from homes import CommandLine, change_json, random_sae
+from homes import CommandLine, change_json, fvu, random_sae
 from plain_hooks import noted
 from published import D
 from safetensors.torch import load_file, save_file
@@ -150,10 +150,6 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         assert said in str(why_unsettled(origin, rows))
 
 
-def fvu(predicted: torch.Tensor, y: torch.Tensor) -> float:
-    return float((y - predicted).square().sum() / (y - y.mean(0)).square().sum())
-
-
 def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
     sae: CommandLine, tmp_path: Path
 ) -> None:
@@ -206,11 +202,11 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
         weights[key] = weights[key] * 1.1
     save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
     text = ("--dataset", tmp_path / "text.txt", "--context", "16", "--layer", "1")
-    done = sae("extract", *models, *text, "--rows", "2000", "--name", "s", "--json")
+    done = sae("extract", *models, *text, "--rows", "800", "--name", "s", "--json")
     stores = [word for store in done.json["stores"] for word in ("--data", store["name"])]
     options = ("--act", "relu-topk", "--k", "4", "--d-sae", "40", "--steps", "40", "--name", "run")
     done = sae("train", *stores, *options).succeeds()
-    words = (*stores, *models, "--tokens", "200", "--json")
+    words = (*stores, *models, "--tokens", "60", "--json")
     expected = sae("eval", "run", *words).json["runs"][0]
     for to in ("saelens", "sparsify", "dictionary-learning"):
         done = sae("export", "run", "--to", to, "--out", tmp_path / to).succeeds()

@@ -228,8 +228,8 @@ def test_a_journal_cut_anywhere_gives_whole_shards_and_resumes_to_the_same_store
     ends = [at for at, byte in enumerate(journal, 1) if byte == ord("\n")]
     assert len(ends) == 3
     kept = ROWS[np.isfinite(ROWS).all(axis=1)]
-    for cut in (0, 1, ends[0] - 1, ends[0], ends[0] + 1, ends[1] + 200, ends[2] - 1, ends[2]):
-        for tail in (b"", b"\0" * 30, b"\0" * 30 + b"}\n"):  # pages that never reached the disk
+    for cut in (0, ends[0] - 1, ends[0] + 1, ends[1] + 200, ends[2]):
+        for tail in (b"", b"\0" * 30 + b"}\n"):  # pages that never reached the disk
             path = in_memory / "cut"
             shutil.copytree(in_memory / "half", path)
             (path / "shards.jsonl").write_bytes(journal[:cut] + tail)

@@ -14,6 +14,7 @@ import torch
 from homes import (
     CommandLine,
     assert_same_weights,
+    fvu,
     make_run,
     make_store,
     random_sae,
@@ -229,8 +230,7 @@ def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
     assert len(results) == 2
     x = torch.from_numpy(collect(test.sequential(64)))
     for sae, result in zip(saes, results, strict=True):
-        fvu = (sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()
-        assert result["final"]["test_fvu"] == pytest.approx(fvu.item(), rel=1e-4)
+        assert result["final"]["test_fvu"] == pytest.approx(fvu(sae(x), x), rel=1e-4)
         assert result["rows_test"] == len(x)
 
 
