@@ -63,6 +63,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield served
 
 
+@pytest.fixture(params=["gemma2", "llama", "gpt2", "gpt-neox"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A random model of each architecture of `tiny_models`, as transformers loads it."""
+    from tiny_models import open_model  # imports transformers, which takes seconds
+
+    return open_model(tmp_path, request.param)
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""

@@ -2,11 +2,14 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,30 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def fvu(y_hat: torch.Tensor, y: torch.Tensor) -> float:
+    return ((y_hat - y).square().sum() / (y - y.mean(0)).square().sum()).item()
+
+
+def reconstruction_oracle(
+    x: torch.Tensor, x_hat: torch.Tensor, z: torch.Tensor
+) -> dict[str, float]:
+    """The measures of reconstructions and codes, by numpy in float64."""
+    x, x_hat, z = (t.numpy().astype(np.float64) for t in (x, x_hat, z))
+    residual = ((x_hat - x) ** 2).sum(1)
+    variance = x.var(0).sum()
+    cosine = (x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)
+    return {
+        "rows": len(x),
+        "mse": residual.mean() / x.shape[1],
+        "fvu": residual.mean() / variance,
+        "explained_variance": 1 - residual.mean() / variance,
+        "cosine": cosine.mean(),
+        "l0": (z != 0).sum(1).mean(),
+        "l1": np.abs(z).sum(1).mean(),
+        "silent_fraction": (~(z != 0).any(0)).mean(),
+    }
+
+
 def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarray:
     sizes = {"d_in": rows.shape[1], "shard_rows": len(rows), "chunk_rows": 256}
     wanted = StoreMeta({"kind": "array"}, request_hash=name, dtype="float32", **sizes, **meta)
@@ -54,14 +81,24 @@ def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 
     return SAE(W_enc, b_enc, W_enc.T / 10, b_dec, activation, activation.parameters(F))
 
 
+def activation_of(act: str, k: int = 4) -> Activation:
+    """An activation by its name, with that k if it has one."""
+    kind = ACTIVATIONS[act]
+    return kind(k=k) if "k" in kind.__dataclass_fields__ else kind()
+
+
 def sae_for(format: str, *names: str) -> SavedSAE:
     """An SAE that a format can express, or a transcoder if it has no others; its activation the first of these names,
     or the first but topk."""
     form = FORMATS[format]
-    kinds = {kind.name: kind for kind in form.activations or form.transcoders}
-    kind = next(kinds[name] for name in kinds if (name in names if names else name != "topk"))
-    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    return SavedSAE(random_sae(activation), RESIDUAL if form.activations else MLP)
+    able = [kind.name for kind in form.activations or form.transcoders]
+    act = next(name for name in able if (name in names if names else name != "topk"))
+    return SavedSAE(random_sae(activation_of(act)), RESIDUAL if form.activations else MLP)
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def make_run(
@@ -74,7 +111,9 @@ def make_run(
     created: str = "2026-01-01",
     complete: bool = True,
     origin: dict[str, Any] = RESIDUAL,
+    **more: Any,
 ) -> Path:
+    """A run folder; `more`: further fields of run.json."""
     folder = home / "runs" / name
     folder.mkdir(parents=True)
     document = {
@@ -87,7 +126,7 @@ def make_run(
         "activation": activation_to_json(sae.activation),
         "result": None,
     }
-    (folder / "run.json").write_text(json.dumps(document))
+    (folder / "run.json").write_text(json.dumps(document | more))
     save_native(SavedSAE(sae, origin), folder)
     return folder
 
@@ -98,9 +137,7 @@ def make_transcoder(
     """A run from a store `x` to a store `y`, whose rows it returns."""
     x = make_store(home, "x", some_rows())
     y = make_store(home, "y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1))
-    folder = make_run(home, name, sae, data="x", origin=origin)
-    document = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
+    make_run(home, name, sae, data="x", origin=origin, target="y")
     return x, y
 
 
@@ -118,9 +155,11 @@ def same(first: SAE, other: SAE) -> bool:
     return first.activation == other.activation and same_tensors(first.tensors(), other.tensors())
 
 
-def assert_same_weights(home: Path, first: str, second: str) -> None:
-    """Two runs' weights are equal bit for bit."""
-    assert same_tensors(weights(home, first), weights(home, second))
+def assert_same_weights(
+    home: Path, first: str, second: str, rtol: float = 0, atol: float = 0
+) -> None:
+    """Two runs' weights are equal, bit for bit or within a tolerance."""
+    torch.testing.assert_close(weights(home, second), weights(home, first), rtol=rtol, atol=atol)
 
 
 def linear_map(width: int) -> np.ndarray:
@@ -143,8 +182,22 @@ class Done:
 
     @property
     def json(self) -> dict:
-        """The JSON document on stdout, which is all there may be."""
+        """The JSON document on stdout, which is all there may be, of a command that succeeded."""
+        assert self.status == 0, self.err
         return json.loads(self.out)
+
+    def succeeds(self) -> "Done":
+        """Itself, whose status must be 0."""
+        assert self.status == 0, self.err
+        return self
+
+    def fails(self, status: int, *said: str) -> "Done":
+        """Itself, of that status, with no traceback on stderr but these words, wherever lines are broken."""
+        told = " ".join(self.err.replace("\u2502", " ").split())
+        assert self.status == status and "Traceback" not in self.err, self.err
+        for words in said:
+            assert words in self.err or words in told, self.err
+        return self
 
 
 @dataclass(frozen=True)
@@ -164,12 +217,30 @@ class CommandLine:
         return Done(stop.value.code or 0, *self.capsys.readouterr())
 
 
-def trained_on_docs(sae: CommandLine) -> torch.Tensor:
-    """A store `docs` of the bundled model and a run `first` trained on it; the codes of all its rows, (2000, 64)."""
+def after_commands(home: Path, *lines: str) -> Path:
+    """A home in which commands have been run: for fixtures that many tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
+        for line in lines:
+            patch.setattr(sys, "argv", ["sae", "--home", str(home), *shlex.split(line)])
+            with pytest.raises(SystemExit, match=r"^(0|None)?$"):
+                main()
+    return home
+
+
+@cache
+def docs_home() -> TemporaryDirectory:
+    """What `trained_on_docs` copies, made once in a process."""
+    folder = TemporaryDirectory()
     extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
     train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
-    for line in (extract, train):
-        assert sae(*line.split()).status == 0
+    after_commands(Path(folder.name), extract, train)
+    return folder
+
+
+def trained_on_docs(sae: CommandLine) -> torch.Tensor:
+    """A store `docs` of the bundled model and a run `first` trained on it; the codes of all its rows, (2000, 64)."""
+    shutil.copytree(docs_home().name, sae.home)
     store = saecli.open_store("docs", home=sae.home).split("all")
     x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
     return saecli.load_sae("first", home=sae.home).encode(x)
@@ -181,6 +252,14 @@ def steerable(activation: Activation | None = None, d_in: int = 16) -> SAE:
     return sae.changed(W_dec=torch.randn(20, d_in, generator=torch.Generator().manual_seed(5)))
 
 
+def crosscoder_of(places: list[dict[str, Any]], width: int = 16) -> SAE:
+    """A crosscoder of hook points of one width, which it records."""
+    sae = steerable(Relu(), d_in=width * len(places))
+    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(width,) * len(places))
+    cross.metadata = places[0] | {"inputs": places}
+    return cross
+
+
 def nested_rows(rows: int, seed: int = 0) -> np.ndarray:
     """Rows of a few directions at a time, far from zero, the first directions the largest."""
     rng = np.random.default_rng(seed)
@@ -190,8 +269,7 @@ def nested_rows(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def nested_sae(act: str) -> SAE:
-    kind = ACTIVATIONS[act]
-    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
+    activation = activation_of(act)
     starts = activation.parameters(F)
     parameters = {name: torch.full_like(starts[name].double(), 0.3) for name in starts}
     shapes = ((D, F), (F,), (F, D), (D,))

@@ -21,9 +21,13 @@ from homes import Done
 PATIENCE = 100.0  # seconds
 
 
-def captured(command: Sequence[str | Path], **settings: Any) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with its output."""
-    return subprocess.run(command, capture_output=True, text=True, **settings)
+def captured(
+    command: Sequence[str | Path], *, check: bool = False, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with its output; `check`: its status must be 0."""
+    done = subprocess.run(command, capture_output=True, text=True, **settings)
+    assert not check or done.returncode == 0, done.stderr
+    return done
 
 
 MET_BY_A_SIGNAL = """

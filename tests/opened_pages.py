@@ -74,8 +74,7 @@ class Opened:
 
 
 def report(home: Path, *words: str) -> None:
-    done = captured([sys.executable, "-m", "saecli", "--home", home, "report", *words])
-    assert done.returncode == 0, done.stderr
+    captured([sys.executable, "-m", "saecli", "--home", home, "report", *words], check=True)
 
 
 def interesting(latents: dict[str, Any]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +52,33 @@ def noted(module: nn.Module, side: str = "out") -> Iterator[list[Tensor]]:
 
     with replaced(module, note, side):
         yield seen
+
+
+@contextmanager
+def all_replaced(
+    modules: Iterable[nn.Module], replace: Callable[[int, Tensor, Tensor], Tensor]
+) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """While open, each module's output is a function of its number, its input and its output; yields of each its input,
+    its output, and what takes its place."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def hook(number: int, module: nn.Module, args: tuple, output: Any) -> Any:
+        y = output[0] if isinstance(output, tuple) else output
+        new = replace(number, args[0], y)
+        seen.append((args[0], y, new))
+        return (new, *output[1:]) if isinstance(output, tuple) else new
+
+    handles = [
+        module.register_forward_hook(partial(hook, number)) for number, module in enumerate(modules)
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def but_first(y: Tensor, new: Tensor) -> Tensor:
+    """The new activations, (B, T, D), with the first token's as they were."""
+    return torch.cat([y[:, :1], new[:, 1:]], 1)
 
 
 @torch.no_grad()

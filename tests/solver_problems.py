@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from homes import activation_of
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
@@ -21,7 +22,7 @@ from saecli.train.start import initial_sae
 from saecli.train.training import Record, start_training
 
 D, F = 6, 16
-EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
+EVERY_ACTIVATION = [activation_of(act, k=3) for act in ACTIVATIONS]
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ def run(environment: dict[str, str], *words: str) -> dict:
         [sys.executable, "-m", "saecli", *words, "--json"],
         env=environment,
         cwd=environment["PYTHONPATH"],
+        check=True,
     )
-    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

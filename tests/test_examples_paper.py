@@ -63,8 +63,7 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
         columns = table if isinstance(table, dict) else table[0]
         rows = table if isinstance(table, list) else max(table.values(), key=len)
         assert (lines[0], len(lines) - 1) == (list(columns), len(rows))
-    report = captured([sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path])
-    assert report.returncode == 0, report.stderr
+    captured([sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path], check=True)
     written = (tmp_path / "REPORT.md").read_text()
     assert all(
         f"| {statement} | **{verdict}** |" in written for statement, verdict in verdicts.items()

@@ -43,8 +43,7 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
-        done = here(*words, *quick.get(words[0], []))
-        assert done.status == 0, done.err
+        here(*words, *quick.get(words[0], [])).succeeds()
     assert Path("sparsity.png").exists()
     assert Path("geometry.png").exists()
     assert here("sparsity", "crosscoder", "--plot", "crosscoder.png").status == 0
@@ -68,9 +67,7 @@ def test_the_three_lines_as_written_chain_by_their_defaults(sae: CommandLine, mo
     lines = [
         shlex.split(line)[1:] for line in re.findall(r"^    (sae .*)$", section, re.MULTILINE)
     ][:3]
-    refused = sae(*lines[0])
-    assert refused.status == 1
-    assert "--model tiny-gemma2" in refused.err
+    sae(*lines[0]).fails(1, "--model tiny-gemma2")
     assert not (sae.home / "activations").exists()
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000").status == 0
     assert sae(*lines[1], "--epochs", "1").status == 0

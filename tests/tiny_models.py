@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -21,6 +23,7 @@ from saecli.extract.model_source import find_model
 from saecli.store.reader import ActivationStore
 
 LAYERS, WIDTH, VOCABULARY = 3, 16, 64
+BOS, EOS = 1, 2
 SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 24}
 DEEP = {**SIZES, "num_hidden_layers": LAYERS, "num_attention_heads": 2, **SHARED}
@@ -39,6 +42,11 @@ CONFIGS: dict[str, Any] = {
     "gpt2": lambda: GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=2, n_positions=64, **SHARED),
     "gpt-neox": lambda: GPTNeoXConfig(**DEEP, max_position_embeddings=64),
 }
+
+
+def random_letters(draw: np.random.Generator, count: int) -> str:
+    """A text of that many tokens."""
+    return "".join(map(chr, draw.integers(97, 157, count)))
 
 
 def save_tokenizer(folder: Path, bos: bool) -> None:
@@ -69,6 +77,19 @@ def save_model(
     model.save_pretrained(folder)
     save_tokenizer(folder, bos)
     return folder
+
+
+def open_model(folder: Path, kind: str = "llama") -> PreTrainedModel:
+    """A random model as transformers loads it."""
+    place = save_model(folder / kind, kind)
+    return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager")
+
+
+def prompt() -> Tensor:
+    """Two texts of seven tokens, an <eos> in the second, (2, 7)."""
+    token_ids = torch.randint(4, 60, (2, 7), generator=torch.Generator().manual_seed(2))
+    token_ids[:, 0], token_ids[1, 4] = BOS, EOS
+    return token_ids
 
 
 def loaded(folder: Path, head: bool = False) -> LanguageModel:

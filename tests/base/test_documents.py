@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, make_run, make_store, random_sae, sae_for, some_rows
+from homes import (
+    MLP,
+    CommandLine,
+    activation_of,
+    change_json,
+    make_run,
+    make_store,
+    random_sae,
+    sae_for,
+    some_rows,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -103,11 +113,8 @@ def test_another_librarys_configuration_changed_is_read_or_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_a_native_header_with_an_entry_changed_is_read_or_refused(tmp_path: Path, act: str):
-    kind = ACTIVATIONS[act]
-    activation = kind(k=3) if "k" in kind.__dataclass_fields__ else kind()
-    save(
-        SavedSAE(random_sae(activation), {"model": "gpt2", "layer": 3}), "native", tmp_path / "sae"
-    )
+    saved = SavedSAE(random_sae(activation_of(act)), {"model": "gpt2", "layer": 3})
+    save(saved, "native", tmp_path / "sae")
     path = tmp_path / "sae" / "sae.safetensors"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
@@ -137,8 +144,7 @@ def test_a_run_json_with_any_entry_changed_is_read_or_refused(
         if done.status:
             raise SaeError(done.err.splitlines()[-1])
 
-    whole = json.loads(path.read_text())
-    path.write_text(json.dumps(whole | {"data_hash": "x", "result": {"final": {"test_fvu": 0.5}}}))
+    change_json(path, data_hash="x", result={"final": {"test_fvu": 0.5}})
     taken, refused = try_each_edit(path.read_text(), path.write_text, use)
     assert taken and (refused > 40) == (command != "list")
 
@@ -149,7 +155,7 @@ def unfinished_run(sae: CommandLine) -> Path:
     words = ("--d-sae", "12", "--act", "topk", "--k", "2", "--batch-size", "60", "--epochs", "1")
     assert sae("train", "--name", "run", *words).status == 0
     path = sae.home / "runs" / "run" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"complete": False, "result": None}))
+    change_json(path, complete=False, result=None)
     return path.parent
 
 
@@ -198,9 +204,9 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(
         metadata = file.metadata()
     change(tensors)
     save_file(tensors, path, metadata)
-    done = sae("train", "--resume", "--name", "run")
-    assert done.status == 1
-    assert "cannot go on from a checkpoint of another training: expected" in done.err
+    sae("train", "--resume", "--name", "run").fails(
+        1, "cannot go on from a checkpoint of another training: expected"
+    )
     assert path.exists()
 
 

@@ -1,10 +1,15 @@
-"""Free memory within control groups, by trees of files as Linux shows them."""
+"""What a process has of its machine: memory within control groups, by trees of files as Linux shows them, and devices;
+and whom its warnings name."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from saecli.base import machine
+from saecli.base.console import Silent
+from saecli.base.devices import device_named
+from saecli.base.errors import ConfigError
 
 
 @pytest.fixture
@@ -64,3 +69,32 @@ def test_a_container_of_version_1_that_sees_its_group_as_the_root(tree, seen_as:
 def test_a_group_over_its_limit_has_nothing_left(tree):
     tree("0::/a\n", {"a/memory.max": 100, "a/memory.current": 200})
     assert machine.available_memory() == 0
+
+
+@pytest.fixture
+def three_processes_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in (*machine.LAUNCHED, "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "3")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_more_processes_than_gpus_are_refused(three_processes_of_two_gpus, name: str):
+    with pytest.raises(ConfigError, match=r"3 processes on a machine of 2 GPUs: .*--device cpu"):
+        device_named(name)
+
+
+def test_they_may_compute_on_the_cpu(three_processes_of_two_gpus):
+    assert device_named("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["__main__", "saecli_runs", "saecli_runs.sweep", "thesis"])
+def test_a_warning_names_the_line_of_the_caller_whatever_its_module_is_called(name: str):
+    script = {"__name__": name}
+    exec(compile("def call(warn):\n    warn('few rows')", "caller.py", "exec"), script)
+    inside = {"__name__": "saecli.train.fit", "silent": Silent()}
+    exec(compile("def warn(text): silent.warn(text)", "inside.py", "exec"), inside)
+    with pytest.warns(UserWarning, match="few rows") as caught:
+        script["call"](inside["warn"])
+    assert (caught[0].filename, caught[0].lineno) == ("caller.py", 2)

@@ -1,4 +1,5 @@
-"""The command line as a whole: what its help says, what it imports, its exit statuses."""
+"""The command line as a whole: what its help says, what it imports, its exit statuses, also after Ctrl-C at any moment;
+and what shells are told by the protocol of their completion."""
 
 import importlib
 import inspect
@@ -15,7 +16,7 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from launching import captured
 
 from saecli import __version__
-from saecli.cli.main import COMMANDS, load_command, sentence_for
+from saecli.cli.main import COMMANDS, load_command, main, sentence_for
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -69,8 +70,7 @@ def test_quick_commands_import_neither_torch_nor_transformers(tmp_path: Path, wo
         "try: main()\nexcept SystemExit: pass\n"
         "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
     )
-    done = captured([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
+    captured([sys.executable, "-c", script], check=True)
 
 
 def test_python_m_saecli_is_sae():
@@ -140,3 +140,121 @@ def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatc
 def test_a_full_disk_or_memory_is_told_in_a_sentence(error: Exception, said: str | None):
     sentence = sentence_for(error)
     assert sentence is None if said is None else sentence.startswith(said)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("completion") / "home"
+    for name in ("first", "second"):
+        make_store(home, name, some_rows(20))
+    make_run(home, "half", random_sae(), created="2026-01-01", complete=False)
+    make_run(home, "whole", random_sae(), created="2026-01-02")
+    return home
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sae tr", ["train"]),
+        ("sae train --so", ["--solver"]),
+        ("sae train --solver ", ["sgd", "pam-sgd", "pam"]),
+        ("sae train --alpha ", ["auto"]),
+        ("sae extract --site res", ["resid_post", "resid_pre", "resid_mid"]),
+        ("sae export --to sp", ["sparsify"]),
+        ("sae train --data ", ["second", "first"]),
+        ("sae train --resume --name ", ["half"]),
+        ("sae eval ", ["whole", "half"]),
+        ("sae --home nowhere eval ", []),
+    ],
+)
+def test_options_choices_and_names_of_runs_and_stores(
+    sae: CommandLine, home: Path, line: str, words: list[str]
+):
+    asked = {
+        "_SAE_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "SAE_HOME": str(home),
+        "COMP_CWORD": str(len(line.split()) - (not line.endswith(" "))),
+    }  # what a bash sets
+    for name, value in asked.items():
+        sae.monkeypatch.setenv(name, value)
+    sae.monkeypatch.setattr(sys, "argv", ["sae"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = sae.capsys.readouterr()
+    assert (stop.value.code or 0, said.err, said.out.split()) == (0, "", words)
+
+
+@pytest.fixture
+def shell_home(tmp_path: Path) -> dict[str, str]:
+    """An environment with a home folder of its own, in which `sae` is a command."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "sae"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m saecli "$@"\n')
+    script.chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sae e", ["extract", "eval", "explain", "export"]),
+        pytest.param("sae eval ", ["first"], marks=pytest.mark.slow),
+    ],
+)
+def test_bash_completes_with_the_script_it_is_given(
+    shell_home: dict[str, str], tmp_path: Path, line: str, words: list[str]
+):
+    make_run(tmp_path, "first", random_sae())
+    *before, last = line.split(" ")
+    program = (
+        f'eval "$(sae --show-completion bash)"\ncomplete -p sae\nCOMP_WORDS=({" ".join(before)} "{last}")\n'
+        f'COMP_CWORD={len(before)}\n_sae_completion sae\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = captured(
+        ["bash", "--norc", "-c", program], check=True, env={**shell_home, "SAE_HOME": str(tmp_path)}
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["complete -o default -F _sae_completion sae", *words]
+
+
+PROGRAM = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell that runs the tests has set
+from saecli.__main__ import main
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["sae", "--home", {home!r}, "train", "--d-sae", "12", "--epochs", "1", "--name", "run"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "saecli.cli.main",
+        "typer",
+        "torch",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("rich", "numpy", "torch.nn", "safetensors", "matplotlib.figure")
+        ),
+    ],
+)
+def test_while_libraries_are_loaded(tmp_path: Path, module: str):
+    make_store(tmp_path, "rows", some_rows(60))
+    done = captured([sys.executable, "-c", PROGRAM.format(module=module, home=str(tmp_path))])
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "Traceback" not in done.stderr and "unexpected" not in done.stderr

@@ -1,4 +1,4 @@
-"""`sae eval` against numpy in float64 over the same rows."""
+"""`sae eval` and `sae sparsity` against numpy in float64 over the same rows."""
 
 import csv
 import resource
@@ -7,10 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+from homes import (
+    CommandLine,
+    D,
+    F,
+    make_run,
+    make_store,
+    random_sae,
+    reconstruction_oracle,
+    some_rows,
+)
 
 import saecli
-from saecli.sae.activations import JumpRelu, TopK
+from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.split import is_test
@@ -22,31 +31,21 @@ massive_variance ordinary_fvu dead_fraction unbeaten
 KEYS = JSON_KEYS.split()
 
 
+@pytest.fixture
+def sae(sae: CommandLine) -> CommandLine:
+    make_store(sae.home, "rows", some_rows())
+    return sae
+
+
 def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
-    W_enc, b_enc, W_dec, b_dec = (
-        t.double().numpy() for t in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec)
-    )
-    x = rows.astype(np.float64)
-    z = np.maximum(x @ W_enc + b_enc, 0)
-    x_hat = z @ W_dec + b_dec
-    error = ((x_hat - x) ** 2).sum(1).mean()
-    fvu = error / x.var(0).sum()
-    cosine = ((x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)).mean()
-    return {
-        "rows": len(x),
-        "mse": error / D,
-        "fvu": fvu,
-        "explained_variance": 1 - fvu,
-        "cosine": cosine,
-        "l0": (z > 0).sum(1).mean(),
-        "l1": z.sum(1).mean(),
-        "silent_fraction": (~(z > 0).any(0)).mean(),
-    }
+    exact, x = sae.copy_to(torch.float64), torch.from_numpy(rows).double()
+    z = (x @ exact.W_enc + exact.b_enc).relu()
+    return reconstruction_oracle(x, z @ exact.W_dec + exact.b_dec, z)
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
 def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine, split: str):
-    rows = make_store(sae.home, "rows", some_rows())
+    rows = some_rows()
     make_run(sae.home, "run", random_sae(), split_seed=3)
     held_out = is_test(np.arange(len(rows)), seed=3)
     chosen = {"test": rows[held_out], "train": rows[~held_out], "all": rows}[split]
@@ -62,8 +61,8 @@ def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tm
     held_out = is_test(np.arange(len(values)))
     sinks = np.flatnonzero(held_out)[[1, 50]]
     values[sinks] = [1e4] + [0] * (D - 1)
-    rows = make_store(sae.home, "rows", values)
-    make_run(sae.home, "run", random_sae())
+    rows = make_store(sae.home, "massive", values)
+    make_run(sae.home, "run", random_sae(), data="massive")
     done = sae("eval", "run", "--json")
     (measures,) = done.json["runs"]
     ordinary = held_out.copy()
@@ -79,14 +78,13 @@ def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tm
         assert "2 of 3,000 rows have over 10 times the median norm" in sae(command, "run").err
     report = sae("report", "run", "--out", tmp_path / "pages", "--json").json
     assert any("2 rows of massive norm hold" in note for note in report["notes"])
-    (in_memory,) = [saecli.evaluate(random_sae(), rows[held_out])]
-    assert in_memory["ordinary_fvu"] == pytest.approx(measures["ordinary_fvu"])
+    in_memory = saecli.evaluate(random_sae(), rows[held_out])["ordinary_fvu"]
+    assert in_memory == pytest.approx(measures["ordinary_fvu"])
 
 
 def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(
     sae: CommandLine, tmp_path: Path
 ):
-    make_store(sae.home, "rows", some_rows())
     words = "train --act topk --k 1 --d-sae 64 --epochs 2 --solver sgd --lr 0.1 --no-revive --json"
     run = sae(*words.split()).json
     dead = run["final"]["dead_fraction"]
@@ -104,19 +102,11 @@ def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(
     assert (tmp_path / "x.csv").read_text().endswith(",,\n")
 
 
-def test_the_train_split_is_the_fraction_that_was_trained_on(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "half", random_sae(), fraction=0.5)
-    (train,) = sae("eval", "--split", "train", "--json").json["runs"]
-    assert 1000 < train["rows"] < 1700
-
-
 def exact_sae(k: int = D) -> SAE:
     return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
 
 
 def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "random", random_sae())  # some 11 latents fire
     make_run(sae.home, "sparse", exact_sae(4))
     make_run(sae.home, "exact", exact_sae())
@@ -130,7 +120,6 @@ def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
 
 
 def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_run(sae.home, name, random_sae(seed=ord(name)), split_seed=seed)
     different = sae("eval", "a", "c")
@@ -142,22 +131,7 @@ def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
     assert alone is None and {*beside} <= {True, False} and any(beside)
 
 
-def test_a_folder_of_another_library_is_measured_on_the_newest_store(
-    sae: CommandLine, tmp_path: Path
-):
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "native", random_sae(JumpRelu()))
-    save(SavedSAE(random_sae(JumpRelu())), "dictionary-learning", tmp_path / "theirs")
-    done = sae("eval", "native", tmp_path / "theirs", "--json")
-    assert "using the newest store, rows" in done.err
-    native, theirs = done.json["runs"]
-    assert theirs["run"] == str(tmp_path / "theirs")
-    for key in ("rows", "mse", "fvu", "cosine", "l0", "silent_fraction"):
-        assert theirs[key] == pytest.approx(native[key], rel=1e-4)
-
-
 def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLine, tmp_path: Path):
-    make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "random", random_sae())
     make_run(sae.home, "exact", exact_sae())
     files = ("--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png")
@@ -173,8 +147,8 @@ def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLi
 
 
 def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tmp_path: Path):
-    make_store(sae.home, "rows", np.ones((3000, D), np.float32))
-    make_run(sae.home, "run", random_sae())
+    make_store(sae.home, "constant", np.ones((3000, D), np.float32))
+    make_run(sae.home, "run", random_sae(), data="constant")
     assert sae("eval", "run", "--csv", tmp_path).status == 2  # a folder
     (tmp_path / "x.csv").write_text("old")
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -190,3 +164,52 @@ def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tm
     with (tmp_path / "x.csv").open(newline="") as file:
         assert next(csv.DictReader(file))["fvu"] == ""  # rows that do not vary
     assert sae("eval", "--json").json["runs"][0]["fvu"] is None
+
+
+SPARSITY_KEYS = "run data split rows l0 l0_std density silent dense frequency dead_fraction".split()
+
+
+def graded_sae() -> SAE:
+    """Its latents copy the first dimension less a threshold each: from always on to never."""
+    W_enc = torch.zeros(D, F)
+    W_enc[0] = 1
+    return SAE(W_enc, -torch.linspace(-9, 12, F), torch.zeros(F, D), torch.zeros(D), Relu())
+
+
+def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae: CommandLine):
+    rows = some_rows()
+    make_run(sae.home, "graded", graded_sae())
+    fires = rows[is_test(np.arange(len(rows)))][:, :1] > np.linspace(-9, 12, F)
+    (document,) = sae("sparsity", "graded", "--json").json["runs"]
+    assert list(document) == SPARSITY_KEYS
+    frequency = fires.mean(0)
+    assert document["frequency"] == pytest.approx(frequency.tolist())
+    assert document["silent"] == (frequency == 0).sum()
+    assert document["dense"] == (frequency > 0.1).sum()
+    assert document["l0"] == pytest.approx(fires.sum(1).mean())
+    assert document["l0_std"] == pytest.approx(fires.sum(1).std())
+    assert document["density"] == pytest.approx(fires.mean())
+    out, first = sae("sparsity", "graded").out, F - document["silent"]
+    on = f"on these {document['rows']} rows"
+    assert f"graded: dense {on}: 0 (100%), 1 (100%)" in out  # by frequency
+    assert f"graded: silent {on}: {first}, {first + 1}" in out
+
+
+def test_long_lists_end_with_how_many_more(sae: CommandLine):
+    silent = random_sae()
+    silent.b_enc.fill_(-1e3)
+    make_run(sae.home, "silent", silent)
+    listed = ", ".join(map(str, range(12)))
+    on = f"on these {is_test(np.arange(3000)).sum()} rows"
+    said = f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n"
+    assert said in sae("sparsity").out
+
+
+@pytest.mark.slow
+def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLine, tmp_path: Path):
+    make_run(sae.home, "graded", graded_sae())
+    make_run(sae.home, "random", random_sae())
+    sae("sparsity", "random", "--plot", tmp_path / "one.png")
+    sae("sparsity", "random", "graded", "--plot", tmp_path / "two.svg")
+    pictures = "one-patterns.png one.png two-patterns-graded.svg two-patterns-random.svg two.svg"
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == pictures.split()

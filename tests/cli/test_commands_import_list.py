@@ -1,18 +1,22 @@
-"""`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with."""
+"""`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with;
+and stores named by their folder, and processes at once."""
 
 import io
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, change_json, make_run, make_store, random_sae, some_rows
 from launching import signalled
 from sklearn.datasets import load_digits
 from storing import collect
 
+import saecli
 from saecli.base.files import lock_folder
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
@@ -48,8 +52,7 @@ def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_pat
     assert (sae.home / "activations" / "a" / "store.json").stat().st_mtime_ns == made
     np.save(tmp_path / "a.npy", -rows)
     for words in ([], ["--dtype", "bfloat16"]):
-        refused = sae("import", tmp_path / "a.npy", *words)
-        assert refused.status == 1 and "--name" in refused.err
+        sae("import", tmp_path / "a.npy", *words).fails(1, "--name")
     other = sae("import", tmp_path / "a.npy", "--name", "b", "--dtype", "bfloat16", "--json")
     assert other.json["dtype"] == "bfloat16"
     np.testing.assert_array_equal(stored(sae, "a"), rows)
@@ -63,10 +66,7 @@ def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
     done = sae("import", tmp_path / "a.npy", "--json")
     assert (done.json["rows"], done.json["dropped"]) == (38, {"nonfinite": 2})
     np.save(tmp_path / "b.npy", np.full((4, 3), np.inf))
-    refused = sae("import", tmp_path / "b.npy")
-    assert refused.status == 1
-    assert "no rows to store" in refused.err
-    assert "4 nonfinite" in refused.err
+    sae("import", tmp_path / "b.npy").fails(1, "no rows to store", "4 nonfinite")
     assert not (sae.home / "activations" / "b").exists()
 
 
@@ -116,9 +116,7 @@ def test_folders_without_a_marker_are_listed_with_what_to_do(sae):
     assert "expected format version 1 or older, got 99" in shown
     for marker, noun in zip(lost, ("activation store", "run"), strict=True):
         assert f"{marker.parent} is no {noun}: expected {marker.name} in it, got none" in shown
-    checked = sae("list", "--check")
-    assert checked.status == 1
-    assert "found 2 problems" in checked.err
+    sae("list", "--check").fails(1, "found 2 problems")
 
 
 def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
@@ -133,7 +131,7 @@ def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
     assert (done.status, document.status, sae("list").status) == (1, 1, 0)
     for name in (*map(str, shards), "store.json"):
         assert (done.out + done.err).count(name) == 1
-    assert len(document.json["problems"]) == 4
+    assert len(json.loads(document.out)["problems"]) == 4
     assert "found 4 problems" in done.err and done.err.count("\n") == 1
 
 
@@ -205,33 +203,25 @@ def test_nobody_is_asked_with_yes_and_the_kind_tells_two_of_a_name_apart(filled:
     assert left(filled.home) == ALL - {"runs/both"}
     assert filled("rm", "both", "-y").status == 0
     assert left(filled.home) == {"activations/rows", "runs/first"}
+    assert filled("rm", "first", "rows", "-y").status == 0 and not left(filled.home)
 
 
 def test_what_is_being_written_stays(filled: CommandLine):
     lock_folder(filled.home / "runs" / "first")  # held until the process ends
     for name, said in (("first", "another process is writing it"), ("rows", "or training on it")):
-        done = filled("rm", name, "--yes")
-        assert done.status == 1 and said in done.err and left(filled.home) == ALL
-
-
-@pytest.mark.parametrize("names", [("first", "rows"), ("rows", "first")])
-def test_a_store_and_its_run_are_removed_in_any_order(filled: CommandLine, names: tuple[str, str]):
-    assert filled("rm", *names, "--yes").status == 0
-    assert left(filled.home) == {"activations/both", "runs/both"}
-    assert filled("rm", "first", "--yes").status == 2
+        filled("rm", name, "--yes").fails(1, said)
+        assert left(filled.home) == ALL
 
 
 def test_an_unfinished_fine_tuning_that_needs_a_run_is_named(filled: CommandLine):
     folder = filled.home / "runs" / "tuned"
     shutil.copytree(filled.home / "runs" / "first", folder)
-    document = json.loads((folder / "run.json").read_text())
-    document |= {"complete": False, "solver": {"name": "finetune"}}
-    document |= {"init": {"name": "first", "hash": "0"}}
-    (folder / "run.json").write_text(json.dumps(document))
+    init = {"name": "first", "hash": "0"}
+    change_json(folder / "run.json", complete=False, solver={"name": "finetune"}, init=init)
     done = filled("rm", "first", "--yes", "--json")
     assert "; unfinished fine-tunings that need it: tuned" in done.err
     assert done.json["removed"][0]["users"] == ["tuned"]
-    (folder / "run.json").write_text(json.dumps(document | {"init": {"name": "other"}}))
+    change_json(folder / "run.json", init={"name": "other"})
     done = filled("rm", "both", "--kind", "run", "--yes", "--json")
     assert done.json["removed"][0]["users"] == []
 
@@ -241,3 +231,96 @@ def test_an_unreadable_folder_and_a_link_are_removed_by_name(filled: CommandLine
     (filled.home / "activations" / "linked").symlink_to(filled.home / "activations" / "rows")
     assert filled("rm", "first", "linked", "--yes").status == 0
     assert left(filled.home) == ALL - {"runs/first"}
+
+
+QUICK = ("--d-sae", "24", "--epochs", "1", "--solver", "sgd")
+
+
+def test_import_drops_outliers_and_says_so_everywhere(sae: CommandLine, tmp_path):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((3000, 16)).astype(np.float32)
+    rows[rng.choice(3000, 40, replace=False)] *= 50
+    norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+    high = norms > 10 * np.median(norms)
+    np.save(tmp_path / "a.npy", rows)
+    words = ("import", tmp_path / "a.npy", "--max-norm-multiple", "10")
+    document = sae(*words, "--json").json
+    assert (document["rows"], document["dropped"]) == (2960, {"high_norm": 40})
+    assert document["norms"]["max"] == pytest.approx(norms[~high].max())
+    (listed,) = sae("list", "--json").json["stores"]
+    assert (listed["norms"], listed["dropped"]) == (document["norms"], document["dropped"])
+    median = f"{document['norms']['median']:.4g}"
+    shown = sae("list").out
+    assert "1.3%" in shown and median in shown
+    done = sae(*words)
+    mean, most = document["norms"]["mean"], document["norms"]["max"]
+    assert f"median {median}, mean {mean:.4g}, max {most:.4g}" in done.out
+    assert "stored already" in done.out
+    assert "dropped: high_norm" in done.out and "40 (1.3%)" in done.out
+    store = ActivationStore.open(sae.home / "activations" / "a")
+    np.testing.assert_array_equal(collect(store.split("all").sequential(64)), rows[~high])
+    for other in ((), ("--max-norm-multiple", "11")):
+        assert "made from something else" in sae(*words[:2], *other).err
+
+
+def test_a_store_outside_the_home_is_trained_on_and_found_again(sae: CommandLine, tmp_path: Path):
+    make_store(tmp_path / "other", "rows", some_rows(300))
+    folder = tmp_path / "other" / "activations" / "rows"
+    assert sae("train", "--data", folder, *QUICK, "--name", "run").status == 0
+    run = sae.home / "runs" / "run"
+    assert json.loads((run / "run.json").read_text())["data"] == str(folder)
+    assert sae("eval", "run", "--json").json["runs"][0]["rows"] > 0
+    assert sae("train", "--config", run / "config.toml", "--name", "again").status == 0
+    weights = (sae.home / "runs" / name / "sae.safetensors" for name in ("run", "again"))
+    assert len({path.read_bytes() for path in weights}) == 1
+    assert saecli.evaluate("run", data=str(folder), home=sae.home)["rows"] > 0
+    change_json(run / "run.json", complete=False, result=None)
+    assert sae("train", "--resume", "--name", "run").status == 0
+
+
+def test_the_folder_of_a_store_in_the_home_is_its_name(
+    sae: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
+    make_store(sae.home, "rows", some_rows(300))
+    monkeypatch.chdir(sae.home)
+    assert sae("train", "--data", "activations/rows", *QUICK, "--name", "run").status == 0
+    assert json.loads((sae.home / "runs" / "run" / "run.json").read_text())["data"] == "rows"
+    assert sae("train", "--data", "rows", "--data", "activations/rows", *QUICK).status == 2
+
+
+def test_a_name_in_the_home_comes_before_a_folder_here(
+    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_store(sae.home, "rows", some_rows(300))
+    make_store(tmp_path, "rows", some_rows(200))
+    monkeypatch.chdir(tmp_path / "activations")
+    named = sae("train", *QUICK, "--name", "run", "--data", "rows", "--json")
+    assert named.json["rows_train"] > 200
+    monkeypatch.chdir("rows")  # has a store.json, which a store's name must not find
+    newest = sae("train", *QUICK, "--name", "newest", "--json")
+    assert newest.json["rows_train"] > 200
+    assert sae("train", "--data", tmp_path).status == 1
+
+
+def started(sae: CommandLine, *words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "saecli", "--home", sae.home, *words],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.long
+def test_trainers_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
+    assert sae("import", "digits").status == 0
+    words = ["train", "--epochs", "3", "--d-sae", "16", "--json"]
+    alone = sae(*words, "--name", "alone").json
+    processes = [started(sae, *words) for _ in range(3)]
+    documents = []
+    for process in processes:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        documents.append(json.loads(out))
+    assert {run["run"] for run in documents} == {f"pam-sgd-relu-{number}" for number in (1, 2, 3)}
+    assert all(run["final"] == alone["final"] for run in documents)

@@ -51,8 +51,7 @@ def test_pages_show_strongest_and_random_texts_and_partners(
 ):
     texts, mine = make_text_run(sae.home, model, activation)
     out = tmp_path / "deep" / "out"
-    done = sae("report", "run", "--out", out, "--examples", "3", "--json")
-    assert done.status == 0, done.err
+    sae("report", "run", "--out", out, "--examples", "3", "--json").succeeds()
     codes = codes_of(texts, mine)
     pages, index = pages_of(out), index_of(out)["latents"]
     assert sorted(pages) == index["chosen"] == list(range(F))
@@ -249,8 +248,7 @@ def test_tokens_without_a_tokenizer_are_shown_as_numbers(
     sae: CommandLine, tmp_path: Path, model: str | None, said: str
 ):
     texts, _ = make_text_run(sae.home, model)
-    done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0")
-    assert done.status == 0
+    done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0").succeeds()
     assert said in done.err
     example = pages_of(tmp_path / "out")[0]["examples"][0]
     start = 30 * example["document"]
@@ -291,8 +289,7 @@ def test_an_earlier_report_and_nothing_else_is_replaced(sae: CommandLine, tmp_pa
     words = ("report", "run", "--out", out)
     assert sae(*words, "--top", "3").status == 0
     first = (out / "index.html").read_bytes()
-    refused = sae(*words)
-    assert refused.status == 2 and "--overwrite" in refused.err
+    sae(*words).fails(2, "--overwrite")
     assert (out / "index.html").read_bytes() == first
     assert sae(*words, "--top", "5", "--overwrite").status == 0
     assert len(index_of(out)["latents"]["chosen"]) == 5

@@ -1,4 +1,4 @@
-"""`sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
+"""Worlds of known features; `sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
 
 import re
 
@@ -9,15 +9,16 @@ from homes import CommandLine, make_run, random_sae
 from storing import collect
 
 import saecli
+from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.options import SyntheticConfig
 from saecli.store.reader import ActivationStore
-from saecli.store.worlds import World, world_of
+from saecli.store.worlds import World, forest, tight_frame, world_of, zipfian
 
-G, D, ROWS = 64, 8, 3000
-SMALL = ["--features", str(G), "--d-in", str(D), "--l0", "4", "--rows", str(ROWS)]
-CONFIG = SyntheticConfig(features=G, d_in=D, l0=4, rows=ROWS)
+FEATURES, WIDTH, ROWS = 64, 8, 3000
+SMALL = ["--features", str(FEATURES), "--d-in", str(WIDTH), "--l0", "4", "--rows", str(ROWS)]
+CONFIG = SyntheticConfig(features=FEATURES, d_in=WIDTH, l0=4, rows=ROWS)
 
 
 def opened(sae: CommandLine, name: str = "synthetic") -> ActivationStore:
@@ -42,8 +43,8 @@ def truth_of(store: ActivationStore, which: str = "all") -> np.ndarray:
 def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
     document = sae("import", "synthetic", *SMALL, "--shard-rows", "700", "--json").json
     values = [document[name] for name in ("name", "rows", "d_in", "shards")]
-    assert values == ["synthetic", ROWS, D, 5]
-    assert document["source"]["features"] == G and not document["cached"]
+    assert values == ["synthetic", ROWS, WIDTH, 5]
+    assert document["source"]["features"] == FEATURES and not document["cached"]
     store, world = opened(sae), world_of(CONFIG)
     codes = world.codes(0, 0)[:ROWS]
     np.testing.assert_array_equal(collect(store.split("all").sequential(100)), world.rows(codes))
@@ -61,8 +62,9 @@ def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
 def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
     sae("import", "synthetic", *SMALL)
     assert sae("import", "synthetic", *SMALL, "--json").json["cached"] is True
-    refused = sae("import", "synthetic", *SMALL, "--seed", "1")
-    assert refused.status == 1 and "there is a store named 'synthetic' already" in refused.err
+    sae("import", "synthetic", *SMALL, "--seed", "1").fails(
+        1, "there is a store named 'synthetic' already"
+    )
     sae("import", "synthetic", *SMALL[:-1], "1000", "--name", "fewer")
     np.testing.assert_array_equal(
         collect(opened(sae, "fewer").split("all").sequential(100)),
@@ -75,7 +77,7 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     words = ["import", "synthetic", *SMALL, "--shard-rows", "900"]
     sae(*words)
     expected = contents(opened(sae))
-    make_run(sae.home, "run", random_sae(d_in=D), data="synthetic")
+    make_run(sae.home, "run", random_sae(d_in=WIDTH), data="synthetic")
     path = opened(sae).path / damaged
     content, at = bytearray(expected[damaged]), -5
     if damaged.endswith("h5"):
@@ -94,9 +96,8 @@ def test_a_missing_world_is_refused_an_empty_store_removed(sae, monkeypatch):
     (opened(sae).path / "world.safetensors").unlink()
     assert "cannot read" in sae("list", "--check").out
     assert sae("import", "synthetic", *SMALL).status == 1
-    monkeypatch.setattr(World, "rows", lambda *_: np.full((3000, D), np.nan))
-    refused = sae("import", "synthetic", *SMALL, "--name", "other")
-    assert refused.status == 1 and "no rows to store" in refused.err
+    monkeypatch.setattr(World, "rows", lambda *_: np.full((3000, WIDTH), np.nan))
+    sae("import", "synthetic", *SMALL, "--name", "other").fails(1, "no rows to store")
     assert not (sae.home / "activations" / "other").exists()
 
 
@@ -110,7 +111,7 @@ def perfect(world: World) -> SAE:
 def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     sae("import", "synthetic", *SMALL)
     make_run(sae.home, "run", perfect(world_of(CONFIG)), data="synthetic")
-    make_run(sae.home, "random", random_sae(d_in=D), data="synthetic")
+    make_run(sae.home, "random", random_sae(d_in=WIDTH), data="synthetic")
     done = sae("eval", "run", "random", "--json").json["runs"]
     assert done[0]["mcc"] == pytest.approx(1) and done[0]["uniqueness"] == 1
     assert done[1]["mcc"] < 0.99 and done[1]["f1"] < done[0]["f1"]
@@ -119,15 +120,15 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     assert saecli.evaluate("run", home=sae.home)["f1"] == done[0]["f1"]
     shown = sae("eval", "run", "random").out
     assert "known features" in shown and "uniqueness" in shown
-    rows = np.ones((5, D)) * np.arange(5)[:, None]
+    rows = np.ones((5, WIDTH)) * np.arange(5)[:, None]
     assert "mcc" not in saecli.evaluate("run", rows, home=sae.home)
 
 
 def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
-    options = {"features": G, "d_in": D, "l0": 4, "rows": 100, "dtype": "bfloat16"}
+    options = {"features": FEATURES, "d_in": WIDTH, "l0": 4, "rows": 100, "dtype": "bfloat16"}
     store = saecli.import_synthetic(**options, home=sae.home)
     assert (store.name, store.rows, store.dtype) == ("synthetic", 100, "bfloat16")
-    assert store.meta.world.features == G
+    assert store.meta.world.features == FEATURES
     with pytest.raises(saecli.SaeError, match=r"no option feature; did you mean features\?"):
         saecli.import_synthetic(feature=3, home=sae.home)
 
@@ -143,3 +144,111 @@ def test_the_worlds_of_the_paper_and_the_flat_one_are_reached_by_options(
     sae("import", "synthetic", *words, "--rows", "20000")
     active = [np.diff(codes.indptr) for codes in opened(sae).split("all").codes(1000)]
     assert np.concatenate(active).mean() == pytest.approx(l0, rel=0.05)
+
+
+G, D = 96, 16
+
+
+def sampled(world: World, blocks: int, seed: int = 0) -> np.ndarray:
+    """The true codes of some blocks as a matrix, float64."""
+    codes = [world.codes(seed, block).toarray() for block in range(blocks)]
+    return np.concatenate(codes).astype(float)
+
+
+def few(features: int = G, **changes: np.ndarray) -> World:
+    """A world of independent features that fire on half of the rows, with magnitude 1, but for the changes."""
+    half = np.full(features, 0.5)
+    fields = {
+        "directions": np.eye(features),
+        "bias": np.zeros(features),
+        "firing_probabilities": half,
+        "own_probabilities": half,
+        "mean": np.ones(features),
+        "std": np.zeros(features),
+        "factor": np.empty((features, 0)),
+    }
+    fields = {name: value.astype(np.float32) for name, value in (fields | changes).items()}
+    return World(**fields, parents=np.full(features, -1, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("features", "exponent", "l0"), [(1024, 0.5, 10), (1536, 0.5, 23), (20, 3, 4), (5, 1, 1.5)]
+)
+def test_zipfian_probabilities_sum_to_l0_and_fall_by_the_power(features, exponent, l0):
+    firing = zipfian(features, exponent, l0)
+    assert firing.sum() == pytest.approx(l0)
+    assert firing.max() <= 0.4 + 1e-12
+    below = np.flatnonzero(firing < 0.4 - 1e-9)
+    ranks = below + 1.0
+    scales = firing[below] * ranks**exponent
+    np.testing.assert_allclose(scales, scales[-1])
+
+
+@pytest.mark.parametrize(("features", "d_in"), [(100, 16), (16, 16), (9, 16)])
+def test_directions_reach_the_least_sum_of_squared_products(features, d_in):
+    frame = tight_frame(np.random.default_rng(0).standard_normal((features, d_in)))
+    np.testing.assert_allclose(np.linalg.norm(frame, axis=1), 1)
+    least = max(features**2 / d_in, features) - features  # Benedetto and Fickus 2003
+    assert np.square(frame @ frame.T).sum() - features == pytest.approx(least, abs=1e-4)
+
+
+def test_two_thirds_of_features_are_in_trees_of_two_levels():
+    parents = forest(1024)
+    assert [(parents == -1).sum(), (parents >= 0).sum()] == [32 + 352, 640]
+    children = np.bincount(parents[parents >= 0])
+    assert (children == 4).all() and len(children) == 32 + 128
+    assert (parents[parents >= 0] < np.flatnonzero(parents >= 0)).all()
+
+
+@pytest.mark.parametrize("hierarchy", [True, False])
+@pytest.mark.parametrize("correlation", [0, 0.5])
+def test_features_fire_as_often_as_they_say(hierarchy, correlation):
+    options = {"correlation": correlation, "hierarchy": hierarchy}
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5, **options))
+    fires = sampled(world, 8) > 0
+    p = world.firing_probabilities
+    # A magnitude of mean 1 and of a standard deviation that is rarely above 0.4 is rarely cut at 0.
+    assert (np.abs(fires.mean(0) - p) < 0.01 * p + 5 * np.sqrt(p * (1 - p) / len(fires))).all()
+    assert fires.sum(1).mean() == pytest.approx(5, rel=0.03)
+
+
+def test_a_child_fires_only_with_its_parent():
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5))
+    fires = sampled(world, 1) > 0
+    children = np.flatnonzero(world.parents >= 0)
+    assert fires[:, children].any(0).sum() > len(children) / 2
+    assert not (fires[:, children] & ~fires[:, world.parents[children]]).any()
+
+
+def test_correlations_of_firing_are_those_of_a_gaussian_copula():
+    factor = np.zeros((3, 2))
+    factor[:2, 0] = np.sqrt(0.8)
+    fires = sampled(few(3, factor=factor), 8) > 0
+    both = (fires[:, 0] & fires[:, 1]).mean()
+    assert both == pytest.approx(0.25 + np.arcsin(0.8) / (2 * np.pi), abs=0.01)  # Sheppard 1899
+    assert (fires[:, 0] & fires[:, 2]).mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_rows_are_the_bias_and_the_sum_of_magnitudes_times_directions():
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5, seed=3))
+    codes = world.codes(3, 2)
+    expected = codes @ world.directions.astype(np.float64) + world.bias
+    np.testing.assert_allclose(world.rows(codes), expected, atol=1e-6)
+    assert np.linalg.norm(world.bias) == pytest.approx(1)
+
+
+def test_a_block_depends_on_options_seed_and_its_number_alone():
+    config = SyntheticConfig(features=G, d_in=D, l0=5, seed=1)
+    first, second = world_of(config), world_of(config)
+    second.codes(1, 0)
+    for block in (5, 6):
+        ours, theirs = first.codes(1, block), second.codes(1, block)
+        np.testing.assert_array_equal(ours.indices, theirs.indices)
+        np.testing.assert_array_equal(ours.data, theirs.data)
+    assert first.to_bytes() == second.to_bytes()
+    assert first.codes(2, 5).nnz != first.codes(1, 5).nnz
+
+
+def test_more_active_features_than_can_be_are_refused_by_the_option():
+    with pytest.raises(ConfigError, match=r"--l0 must be at most 0\.4 times --features, 4, got 5"):
+        world_of(SyntheticConfig(features=10, l0=5))

@@ -1,4 +1,4 @@
-"""What a new user tries in the first hour, and what it says."""
+"""What a new user tries in the first hour, in Python and in a shell, and what a first mistake is answered with."""
 
 import os
 import re
@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from homes import CommandLine, make_store, some_rows
+from homes import CommandLine, fvu, make_store, some_rows
 from launching import captured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, StoreError
+from saecli.cli import demo
 from saecli.extract.options import BUNDLED
 
 
@@ -50,15 +51,6 @@ def test_a_file_without_text_is_named(sae: CommandLine, tmp_path: Path, name: st
     assert f"there is no text in {tmp_path / name}" in done.err
 
 
-@pytest.mark.slow
-def test_a_bundled_model_is_found_as_a_shell_completes_a_folder(tmp_path: Path):
-    stores = [
-        saecli.extract(name, rows=50, dataset="stdlib-docs", home=tmp_path)
-        for name in ("tiny-gemma2", "tiny-gemma2/")
-    ]
-    assert stores[0].path == stores[1].path and stores[1].rows == 50
-
-
 def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: Path):
     folder = tmp_path / "broken"
     model = AutoModelForCausalLM.from_pretrained(BUNDLED["tiny-gemma2"])
@@ -68,9 +60,8 @@ def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "forward", lambda self, x: x @ torch.zeros(3, 3))
         done = sae("extract", "--model", folder, "--dataset", "stdlib-docs", "--rows", 100)
-    assert done.status == 1
     said = "its forward pass failed with RuntimeError: mat1 and mat2"
-    assert f"{folder} cannot run on these tokens: {said}" in done.err
+    done.fails(1, f"{folder} cannot run on these tokens: {said}")
 
 
 @pytest.mark.slow
@@ -96,3 +87,54 @@ def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
     said = sae("train", "--d-sae", 16, "--epochs", 2, "--sparsity-weight", "1e4").err
     assert "lower --sparsity-weight" in said
     assert "raise --sparsity-weight" not in said
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "ROWS", 1500)
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("brief")
+def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: CommandLine):
+    done = sae("demo").succeeds()
+    printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
+    assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
+    last = done.out[done.out.index("both SAEs") :]
+    header, *lines = [
+        [cell.strip() for cell in line[1:-1].split(line[0])]
+        for line in last.splitlines()
+        if line[0:1] in ("┃", "│")
+    ]
+    assert header == ["run", "l0", "fvu", "ce recovered", "kl", "steps", "seconds"]
+    assert " unbeaten (*): every other run" in " " + " ".join(last.split())
+    evaluated = {
+        run["run"]: run
+        for run in sae("eval demo-1-sgd demo-1-pam-sgd --model tiny-gemma2 --json").json["runs"]
+    }
+    assert {name.removesuffix(" *") for name, *_ in lines} == evaluated.keys()
+    for marked, *figures in lines:
+        run = evaluated[marked.removesuffix(" *")]
+        assert (" *" in marked) == run["unbeaten"]
+        assert figures[:4] == [f"{run[name]:.4g}" for name in ("l0", "fvu", "ce_recovered", "kl")]
+    assert all((sae.home / path).exists() for path in last.partition("pictures:")[2].split())
+
+
+def test_from_text_to_an_understood_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SAE_HOME", str(tmp_path))
+    store = saecli.extract("tiny-gemma2", layer=2, rows=2000)
+    sae = saecli.fit(store, solver="pam-sgd", act="topk", k=16, d_sae=128, steps=100)
+
+    measures = saecli.evaluate(sae, store, model="tiny-gemma2")
+    assert measures["l0"] == 16
+    assert measures["fvu"] < 0.4
+    assert measures["ce_recovered"] > 0.6
+
+    x = torch.from_numpy(next(store.split("test").sequential(100)))
+    assert fvu(sae.decode(sae.encode(x)), x) < 0.5
+
+    saecli.save_sae(sae, tmp_path / "mine")
+    assert torch.equal(saecli.load_sae(tmp_path / "mine").W_dec, sae.W_dec)
+    assert saecli.geometry(sae, data=store)["cells_visited"] > 50

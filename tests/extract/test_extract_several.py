@@ -136,8 +136,7 @@ def test_models_that_do_not_read_the_same_tokens_are_refused(
     plain = save_model(tmp_path / "plain", "llama", bos=False)
     other = {"model": model, "plain": plain}.get(second, second)
     words = ("--model", model, "--model", other, "--dataset", text, "--prepend-bos", "off")
-    done = sae("extract", *words)
-    assert done.status == 2 and sentence.format(other) in done.err
+    sae("extract", *words).fails(2, sentence.format(other))
 
 
 def test_models_of_which_one_has_an_added_token_read_the_tokens_that_they_share(
@@ -151,38 +150,29 @@ def test_models_of_which_one_has_an_added_token_read_the_tokens_that_they_share(
     tokenizer.save_pretrained(thinking)
     more = ("--layer", "1", "--rows", "200", "--context", "16")
     both = ("--model", model, "--model", thinking)
-    done = sae("extract", *both, "--dataset", text, "--name", "s", *more)
-    assert done.status == 0, done.err
+    done = sae("extract", *both, "--dataset", text, "--name", "s", *more).succeeds()
     assert "gemma2 and " in done.err and "share 64 tokens; 1 token of one alone" in done.err
-    alone = sae("extract", "--model", thinking, "--dataset", text, "--name", "alone", *more)
-    assert alone.status == 0, alone.err
+    sae("extract", "--model", thinking, "--dataset", text, "--name", "alone", *more).succeeds()
     rows, columns = read(sae.home, "s-thinking-l1-resid_post")
     own_rows, own_columns = read(sae.home, "alone")
     assert columns == own_columns
     np.testing.assert_allclose(rows, own_rows, rtol=2e-2, atol=1e-2)
     (tmp_path / "other.txt").write_text("abc\n\nab<think>c")
     for models in (both, both[2:] + both[:2]):
-        done = sae("extract", *models, "--dataset", tmp_path / "other.txt", *more)
-        assert done.status == 1 and "the token <think>" in done.err, done.err
+        sae("extract", *models, "--dataset", tmp_path / "other.txt", *more).fails(
+            1, "the token <think>"
+        )
 
 
 def test_rows_that_not_all_can_store_end_the_extraction(
     sae: CommandLine, overflowing, tmp_path: Path
 ):
     (tmp_path / "c.txt").write_text("\n\n".join(["c" * 15] * 800))
-    done = sae(
+    sae(
         f"extract --model {overflowing} --dataset {tmp_path}/c.txt "
         "--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"
-    )
-    assert done.status == 1
-    assert "at all 2 hook points" in done.err
+    ).fails(1, "at all 2 hook points")
     assert not list((sae.home / "activations").iterdir())
-
-
-def test_a_norm_limit_takes_one_hook_point(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--dataset", text, "--max-norm-multiple", "3")
-    done = sae(*words, *SEVERAL)
-    assert done.status == 2 and "--max-norm-multiple" in done.err
 
 
 def test_stores_of_different_rows_are_refused(sae: CommandLine, model, text):

@@ -16,55 +16,35 @@ from saecli.base.errors import ConfigError
 from saecli.extract.options import SITES, HookPoint
 from saecli.extract.passes import Passes
 
+
+def sized(names: dict[int, str]) -> dict[str, int]:
+    """Settings of a configuration, from the words that name those of each value."""
+    return {name: value for value, words in names.items() for name in words.split()}
+
+
 # For all families; each takes what it knows.
 TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "sliding_window": 4,
-    "max_position_embeddings": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 48,
-    "interleave_moe_layer_step": 2,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "rotary_dim": 4,
+    **sized(
+        {
+            128: "vocab_size",
+            64: "max_position_embeddings n_positions mamba_d_ssm",
+            48: "intermediate_size intermediate_size_mlp shared_intermediate_size ffn_dim",
+            32: "hidden_size n_embd d_model word_embed_proj_dim",
+            16: "moe_intermediate_size shared_expert_intermediate_size",
+            8: "head_dim mamba_n_heads mamba_d_head mamba_d_state mamba_chunk_size linear_key_head_dim "
+            "linear_value_head_dim",
+            4: "num_attention_heads n_head n_heads sliding_window num_experts num_local_experts "
+            "rotary_dim state_size linear_num_value_heads",
+            2: "num_hidden_layers n_layer n_layers num_key_value_heads num_experts_per_tok "
+            "interleave_moe_layer_step attn_layer_period linear_num_key_heads eos_token_id",
+            1: "attn_layer_offset mamba_n_groups bos_token_id",
+            0: "pad_token_id",
+        }
+    ),
     "partial_rotary_factor": 1.0,
     "attention_types": [[["global", "local"], 1]],
-    "d_model": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "state_size": 4,
     "attn_layer_indices": [1],
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
     "use_mamba_kernels": False,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-    "mamba_d_ssm": 64,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 OWN = {
@@ -112,21 +92,16 @@ PROJECTION = {  # of attention, whose input is attn_z
 }
 INPUTS = ("mlp_in", "resid_mid", "attn_z")
 QUICK = ("gpt2", "gpt_neox", "llama", "gemma2")
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "depth": 2,
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-    "vision_output_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "out_hidden_size": 32,
-    "deepstack_visual_indexes": [0],
-}
+VISION = sized(
+    {
+        64: "intermediate_size",
+        32: "hidden_size vision_output_dim projector_input_dim projector_output_dim out_hidden_size",
+        28: "image_size",
+        14: "patch_size",
+        4: "num_attention_heads num_heads",
+        2: "num_hidden_layers depth",
+    }
+) | {"deepstack_visual_indexes": [0]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOKENS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(9) < torch.tensor([9, 6, 9])[:, None]).long()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storing import assert_same_pass, collect
+from storing import assert_same_pass
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
@@ -65,23 +65,6 @@ def blocks(
 
 
 TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_windows_cover_each_document_once(tokenizers, bos):
-    texts = ["abcdefghij", "k", "lmnopqrs"]
-    windows = list(Windows(tokenizers[bos], context=5, prepend_bos=bos).cut(documents(texts)))
-    prefix = [BOS] if bos else []
-    assert all(window.token_ids[: len(prefix)].tolist() == prefix for window in windows)
-    assert max(len(window.token_ids) for window in windows) == 5
-    for number, text in enumerate(texts):
-        joined = [
-            token
-            for window in windows
-            if set(window.tokens["document"]) == {number}
-            for token in window.token_ids[len(prefix) :]
-        ]
-        assert joined == tokenizers[bos](text, add_special_tokens=False)["input_ids"]
 
 
 @given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
@@ -250,17 +233,6 @@ def fill_stores(
             writer.__exit__(None, None, None)
 
 
-def opened(home: Path, point: HookPoint) -> ActivationStore:
-    return ActivationStore.open(home / f"{point.layer}-{point.site}")
-
-
-def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
-    """A store's rows, (R, 16), and their columns, (3, R)."""
-    rows = opened(home, point).split("all")
-    columns = [np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]
-    return collect(rows.sequential(64)), np.stack(columns)
-
-
 def test_blocks_do_not_cap_a_batch_and_give_the_same_store(model, tmp_path: Path):
     """Blocks have 400 tokens here."""
     sizes: list[int] = []
@@ -295,24 +267,3 @@ def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Pa
         for folder in folders:
             assert_same_pass(folder, tmp_path / "whole" / folder.name)
         shutil.rmtree(folders[2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_store_resumed_with_other_batches_has_every_token(model, tmp_path: Path, packed):
-    point = POINTS[0]
-    fill_stores(tmp_path / "whole", model, [point], packed=packed)
-    stood = []
-    for batch, stop_at in ((CONTEXT, 300), (200, 500)):
-        with pytest.raises(KeyboardInterrupt):
-            fill_stores(tmp_path / "stopped", model, [point], stop_at, packed=packed, batch=batch)
-        stood.append(opened(tmp_path / "stopped", point).rows)
-    assert 0 < stood[0] < stood[1] < ROWS
-    fill_stores(tmp_path / "stopped", model, [point], packed=packed, batch=100)
-    found, wanted = (opened(tmp_path / name, point) for name in ("stopped", "whole"))
-    assert (found.complete, found.rows, found.meta.dropped) == (True, ROWS, wanted.meta.dropped)
-    (rows, columns), (expected, expected_columns) = (
-        stored_rows(tmp_path / name, point) for name in ("stopped", "whole")
-    )
-    np.testing.assert_array_equal(columns, expected_columns)
-    np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.02)

@@ -53,8 +53,7 @@ def test_rows_are_those_of_the_dense_weights(
     found = []
     for name, model in (("packed", path), ("dense", plain)):
         options = ("--layer", "1", "--dataset", text, "--dtype", "float32", "--name", name)
-        result = sae("extract", "--model", model, *options)
-        assert result.status == 0, result.err
+        sae("extract", "--model", model, *options).succeeds()
         found.append(stored(sae.home / "activations" / name))
     (rows, columns), (expected, expected_columns) = found
     np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
@@ -93,8 +92,7 @@ def test_every_command_reads_the_file(sae: CommandLine, tmp_path: Path, text: Pa
         f"controls first --model {path} --seeds 1",
         f"train --model {path} --layer 1 --dataset {text} --rows 200 --act topk --k 4 --d-sae 16 --name streamed",
     ):
-        result = sae(*command.split())
-        assert result.status == 0, (command, result.err)
+        sae(*command.split()).succeeds()
 
 
 def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text: Path):
@@ -107,8 +105,7 @@ def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
-    result = sae(*command)
-    assert result.status == 1 and "made from something else" in result.err
+    sae(*command).fails(1, "made from something else")
 
 
 def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
@@ -116,8 +113,8 @@ def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
 ):
     for factors in (False, True):
         path, _ = saved(tmp_path / f"factors-{factors}", factors=factors)
-        result = sae("extract", "--model", path, "--dataset", text)
-        assert result.status == 0 and "made dense" in result.err
+        result = sae("extract", "--model", path, "--dataset", text).succeeds()
+        assert "made dense" in result.err
         assert ("leaves out rope_freqs.weight" in result.err) == factors
 
 
@@ -134,9 +131,8 @@ def test_without_the_packages_one_sentence_names_the_extra(
 ):
     path, _ = saved(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    result = sae("extract", "--model", path)
-    assert result.status == 1 and result.err.count("\n") == 1
-    assert f"the package {package}" in result.err and "pip install 'saecli[gguf]'" in result.err
+    said = (f"the package {package}", "pip install 'saecli[gguf]'")
+    assert sae("extract", "--model", path).fails(1, *said).err.count("\n") == 1
 
 
 DAMAGE = {
@@ -155,17 +151,15 @@ def test_a_damaged_or_foreign_file_gets_one_sentence(
 ):
     path, _ = saved(tmp_path)
     path.write_bytes(DAMAGE[how](path.read_bytes()))
-    result = sae("extract", "--model", path, "--dataset", text)
-    assert result.status == 1 and result.err.count("\n") == 1
-    assert f"{path}: expected a whole GGUF file" in result.err and "sae-gguf" not in result.err
+    refused = sae("extract", "--model", path, "--dataset", text)
+    refused.fails(1, f"{path}: expected a whole GGUF file")
+    assert refused.err.count("\n") == 1 and "sae-gguf" not in refused.err
 
 
 def test_a_missing_file_and_a_folder_of_files_are_told_apart(sae: CommandLine, tmp_path: Path):
     path, _ = saved(tmp_path / "model")
-    result = sae("extract", "--model", tmp_path / "none.gguf")
-    assert result.status == 1 and "there is no file" in result.err
+    sae("extract", "--model", tmp_path / "none.gguf").fails(1, "there is no file")
     folder = tmp_path / "files"
     folder.mkdir()
     path.rename(folder / "model.gguf")
-    result = sae("extract", "--model", folder)
-    assert result.status == 1 and "of model.gguf or another" in result.err
+    sae("extract", "--model", folder).fails(1, "of model.gguf or another")

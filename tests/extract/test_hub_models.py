@@ -191,12 +191,11 @@ TRAINED = ("--d-sae", "32", "--act", "topk", "--k", "4")
 
 
 def trained(sae: CommandLine, text: Path, *revision: str) -> None:
-    done = sae(*EXTRACT, "--dataset", text, "--name", "rows", *revision)
-    assert done.status == 0, done.err
-    done = sae("train", "--name", "run", *TRAINED, "--solver", "sgd", "--epochs", "1")
-    assert done.status == 0, done.err
+    sae(*EXTRACT, "--dataset", text, "--name", "rows", *revision).succeeds()
+    sae("train", "--name", "run", *TRAINED, "--solver", "sgd", "--epochs", "1").succeeds()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # by the hub's client
 def test_every_command_reads_the_recorded_commit_from_the_cache(
     sae: CommandLine, hub: ModelHub, files, text, monkeypatch, tmp_path
@@ -206,19 +205,16 @@ def test_every_command_reads_the_recorded_commit_from_the_cache(
     repo.commit({})  # of which the cache knows nothing
     trained(sae, text, "--model-revision", "step1")
     assert load_sae(sae.home / "runs" / "run").metadata["revision"] == early
-    pushed = sae("push", "run", "someone/saes", "--model", MODEL, "--tokens", "200")
-    assert pushed.status == 0, pushed.err
+    sae("push", "run", "someone/saes", "--model", MODEL, "--tokens", "200").succeeds()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     lines = [(f"{'fgh' * (1 + at % 9)}{'ab'[at % 2]}", str(at % 2)) for at in range(60)]
     probe_sets.install(tmp_path / "site", {"5_last_letter": lines}, monkeypatch)
     for command, words in COMMANDS.items():
         out = [str(tmp_path / "pages")] if command == "report" else []
-        done = sae(command, "run", *words, *out, "--json")
-        assert done.status == 0, (command, done.err)
+        done = sae(command, "run", *words, *out, "--json").succeeds()
         assert "came from" not in done.err and "was trained on" not in done.err, (command, done.err)
     rows = ("--layer", "1", "--rows", "400", "--dataset", text)
-    done = sae("train", "--model", MODEL, "--model-revision", "step1", *rows, *TRAINED)
-    assert done.status == 0, done.err
+    sae("train", "--model", MODEL, "--model-revision", "step1", *rows, *TRAINED).succeeds()
 
 
 def test_another_revision_than_the_recorded_one_is_said(
@@ -247,15 +243,12 @@ def test_two_checkpoints_of_one_model_are_two_models(
     rest = ("--layer", "1", "--dataset", text, "--rows", "300", "--name", "s")
     assert "names some/llama twice" in sae("extract", *both, *rest).err
     both = (*both, "--model-revision", "main")
-    done = sae("extract", *both, *rest)
-    assert done.status == 0, done.err
+    sae("extract", *both, *rest).succeeds()
     names = [f"s-llama-{number}-l1-resid_post" for number in (0, 1)]
     assert [described(sae.home, name)["source"]["revision"] for name in names] == [early, late]
     data = [word for name in names for word in ("--data", name)]
-    done = sae("train", *data, "--name", "run", *TRAINED, "--epochs", "1")
-    assert done.status == 0, done.err
+    sae("train", *data, "--name", "run", *TRAINED, "--epochs", "1").succeeds()
     done = sae("eval", "run", *both, "--tokens", "200", "--json")
-    assert done.status == 0, done.err
     places = json.loads(done.out)["runs"][0]["hook_points"]
     assert [place["model"] for place in places] == [f"{MODEL}@{early}", f"{MODEL}@{late}"]
     assert places[0]["ce_clean"] != places[1]["ce_clean"]

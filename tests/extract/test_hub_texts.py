@@ -114,20 +114,6 @@ def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
         assert said in line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}]
-)
-def test_without_network_the_error_names_other_sources(hub: ModelHub, tmp_path: Path, environment):
-    program = (
-        "from saecli.extract.texts import TextSource\n"
-        "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)"
-    )
-    done = run(hub, tmp_path, "-c", program, **environment)
-    assert done.stdout.count("\n") == 1
-    assert "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local" in done.stdout
-
-
 CHATS = [
     [{"role": "user", "content": "And then? " * 4}, {"role": "assistant", "content": "So it goes."}]
 ] * 40
@@ -154,6 +140,7 @@ def test_a_finished_store_is_recognised_without_a_network(
         assert "stored already, by the same request" in again.stdout
         other = run(hub, tmp_path, *command, "--context", "16", **environment)
         assert other.returncode == 1 and "cannot be fetched" in other.stderr
+        assert "dataset stdlib-docs or a local" in other.stderr
 
 
 PREPARED = f"""

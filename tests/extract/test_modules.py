@@ -11,7 +11,7 @@ import pytest
 import torch
 from homes import CommandLine, random_sae, steerable
 from plain_hooks import effects_by_hooks, noted, replaced
-from tiny_models import LAYERS, VOCABULARY, save_model, stored
+from tiny_models import LAYERS, VOCABULARY, open_model, save_model, stored
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,8 +132,7 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     steered = sae("steer run --latent 3 --scale 9 --prompt abc --max-new-tokens 3")
     assert "layer 1, mlp.down_proj:in" in steered.out
     assert sae("finetune run --tokens 400 --name tuned").status == 0
-    streamed = sae("finetune run --tokens 400 --name streamed --context 12 --dataset", text)
-    assert streamed.status == 0, streamed.err
+    sae("finetune run --tokens 400 --name streamed --context 12 --dataset", text).succeeds()
     for tuned in ("tuned", "streamed"):
         assert saecli.load_sae(tuned, home=sae.home).metadata["site"] == "mlp.down_proj:in"
     reported = sae("report run --json --out", tmp_path / "page", "--model", folder).json
@@ -182,8 +181,7 @@ def test_an_sae_that_records_no_hook_point_is_used_at_a_module(
         "steer --latent 1 --prompt abc --scale 3 --max-new-tokens 2",
         f"finetune --tokens 200 --name tuned --dataset {text} --context 12",
     ):
-        done = sae(line, *words)
-        assert done.status == 0, done.err
+        sae(line, *words).succeeds()
     wrong = sae("read --prompt abc --layer 1", *words)
     assert "cannot use both --module and --layer" in wrong.err
     wrong = sae("read --prompt abc", *words[:-1], "model.layers.2.mlp:in")
@@ -213,29 +211,32 @@ def test_modules_that_cannot_be_read_are_refused(
 ):
     folder = save_model(tmp_path / "model", "llama")
     given = () if "--list" in words else ("--dataset", text, "--rows", "50")
-    done = sae("extract --model", folder, *shlex.split(words), *given)
-    assert done.status == 2 and sentence in done.err, done.err
+    sae("extract --model", folder, *shlex.split(words), *given).fails(2, sentence)
+
+
+def run_spliced(model: Any, module: str) -> None:
+    with saecli.spliced(model, {module: random_sae(d_in=24)}):
+        model(TOKENS)
 
 
 def test_modules_without_a_tensor_or_that_never_run_are_refused(tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "llama"))
-    sae = random_sae(d_in=24)
-
-    def run(module: str, run: Any = model) -> None:
-        with saecli.spliced(run, {module: sae}):
-            run(TOKENS)
-
+    model = open_model(tmp_path)
     with pytest.raises(ConfigError, match="got a BaseModelOutputWithPast"):
-        run("model:out")
+        run_spliced(model, "model:out")
     model.model.unused = torch.nn.Linear(24, 24)
     with pytest.raises(ModelError, match="unused:out never ran"):
-        run("model.unused")
+        run_spliced(model, "model.unused")
+
+
+@pytest.mark.slow
+def test_a_module_of_a_compiled_model_is_refused(tmp_path: Path):
+    model = open_model(tmp_path)
     model.model.layers[1].mlp.forward = lambda x, plain=model.model.layers[1].mlp.forward: plain(x)
     model.model.layers[1].self_attn.q_proj.forward = lambda input: input.expand(3, 2, 9, 16)[0]
     compiled = torch.compile(model, backend="eager")
     compiled(TOKENS)
     with pytest.raises(ModelError, match="by a model that is not compiled"):
-        run("_orig_mod.model.layers.1.mlp.down_proj:in", compiled)
+        run_spliced(compiled, "_orig_mod.model.layers.1.mlp.down_proj:in")
 
 
 def test_list_modules_says_what_plain_hooks_see(sae: CommandLine, tmp_path: Path):

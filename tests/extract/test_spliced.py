@@ -6,20 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, random_sae, steerable
+from homes import crosscoder_of, random_sae, steerable
 from plain_hooks import Replace, blocks, noted, replaced
-from tiny_models import CONFIGS, WIDTH, save_model
+from tiny_models import EOS, WIDTH, open_model, prompt
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import saecli
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 
 MIDDLE = {"layer": 1, "site": "resid_post"}
 MLP = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
-BOS, EOS = 1, 2
 TARGET = 7  # a token
 
 
@@ -33,26 +30,9 @@ def at(place: dict[str, Any], activation: Activation | None = None, skip: bool =
     return sae
 
 
-def open_model(folder: Path, kind: str = "llama", **options: Any) -> Any:
-    place = save_model(folder / kind, kind)
-    return AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager", **options)
-
-
-@pytest.fixture(params=CONFIGS)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return open_model(tmp_path, request.param)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Any:
     return open_model(tmp_path)
-
-
-def prompt() -> Tensor:
-    token_ids = torch.randint(4, 60, (2, 7), generator=torch.Generator().manual_seed(2))
-    token_ids[:, 0] = BOS
-    token_ids[1, 4] = EOS
-    return token_ids
 
 
 def at_texts(new: Replace) -> Replace:
@@ -257,26 +237,6 @@ def test_a_model_is_itself_again_after_an_error_and_after_one_in_a_pass(llama: A
         assert not any(module._forward_hooks for module in llama.modules())
 
 
-@torch.no_grad()
-def test_the_cross_entropy_is_that_of_sae_eval(sae: CommandLine):
-    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 1500 --dtype float32 --name docs"
-    assert sae(*extract.split()).status == 0
-    store = saecli.open_store("docs", home=sae.home)
-    own = random_sae(TopK(k=8), d_in=128)
-    own.metadata = {"model": TINY_GEMMA2, **MIDDLE}
-    measured = saecli.evaluate(own, store, model=TINY_GEMMA2, home=sae.home)
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2]).float()
-    losses = []
-    with saecli.spliced(model, own, error=False):
-        for token_ids, replaced in store.split("test").windows():
-            logits = model(torch.from_numpy(token_ids)[None]).logits[0]
-            own_losses = nn.functional.cross_entropy(
-                logits[:-1], torch.from_numpy(token_ids)[1:], reduction="none"
-            )
-            losses.append(own_losses[torch.from_numpy(replaced[:-1])])
-    assert torch.cat(losses).mean().item() == pytest.approx(measured["ce_spliced"], rel=1e-4)
-
-
 def test_steering_has_the_gradient_of_a_hook_written_by_hand(llama: Any):
     """The error passes gradients on there: steering is part of the model."""
     sae = at(MIDDLE)
@@ -296,17 +256,14 @@ def test_steering_has_the_gradient_of_a_hook_written_by_hand(llama: Any):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-def crosscoder() -> SAE:
-    sae = random_sae(d_in=2 * WIDTH)
-    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(WIDTH, WIDTH))
-    inputs = [{"layer": layer, "site": "resid_post"} for layer in (0, 1)]
-    cross.metadata = inputs[0] | {"inputs": inputs}
-    return cross
-
-
 BACKWARDS = {**MLP, "layer": 2}
+BOTH = [{"layer": layer, "site": "resid_post"} for layer in (0, 1)]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (crosscoder(), {}, "cannot splice sae, a crosscoder: its codes need the activations at all"),
+    (
+        crosscoder_of(BOTH),
+        {},
+        "cannot splice sae, a crosscoder: its codes need the activations at all",
+    ),
     (steerable(), {}, "sae records no hook point; give it as a key"),
     ({(0, "resid_post"): at(MIDDLE)}, {}, "--layer must be 1, as sae says, got 0"),
     ({(0, "middle"): steerable()}, {}, "site must be one of|no site|unknown"),

@@ -93,7 +93,6 @@ def test_a_rank_without_documents_stores_no_row(sae: CommandLine, tmp_path: Path
     (tmp_path / "one.txt").write_text("A paragraph\nof two lines\n")
     words = (*WORDS, "--dataset", tmp_path / "one.txt", "--name", "few", "--json")
     done = together(3, "--home", sae.home, *words)
-    assert done.status == 0, done.err
     assert done.json["rows"] == len(by_document(sae.home, "few")[0]) > 5
 
 
@@ -110,8 +109,7 @@ def test_stores_of_a_killed_process_equal_whole_ones(tmp_path: Path):
             assert started.done().status == 1
         # One rank's part of one store is lost: it is behind the others, which have its rows already.
         shutil.rmtree(folders[0] / "shards" / "00001", ignore_errors=True)
-    done = together(2, "--home", tmp_path, *words, "--name", "killed")
-    assert done.status == 0, done.err
+    together(2, "--home", tmp_path, *words, "--name", "killed").succeeds()
     for folder in folders:
         assert_same_pass(folder, folder.with_name(folder.name.replace("killed", "whole")))
 
@@ -143,11 +141,10 @@ def test_a_killed_process_ends_the_others_and_is_resumed(whole: Path, victim: in
     before = read_meta(folder).rows
     # Each rank may have one that its store.json does not name yet.
     assert 1500 * (shards - 2) <= before < 36_000
-    other = together(3, "--home", whole, *MANY, "--name", name)
-    assert other.status == 1
-    assert "expected the number of processes that began it, 2, got 3" in other.err
-    again = together(2, "--home", whole, *MANY, "--name", name)
-    assert again.status == 0, again.err
+    together(3, "--home", whole, *MANY, "--name", name).fails(
+        1, "expected the number of processes that began it, 2, got 3"
+    )
+    again = together(2, "--home", whole, *MANY, "--name", name).succeeds()
     assert own_words(again.err) == [f"{name}: going on after {before:,} rows"]
     assert_same_pass(folder, whole / "activations" / "whole")
 

@@ -11,8 +11,7 @@ import torch
 from homes import CommandLine, make_run, random_sae
 from plain_hooks import assert_same_effects, effects_by_hooks
 from reports import pages_of
-from storing import make_store
-from tiny_models import loaded, save_model
+from tiny_models import loaded, random_letters, save_model
 from tokenizers import processors
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -41,7 +40,7 @@ def texts(seed: int = 0, count: int = 60) -> list[str]:
     draw = np.random.default_rng(seed)
     found = []
     for number in range(count):
-        letters = "".join(map(chr, draw.integers(97, 157, draw.integers(1, 40))))
+        letters = random_letters(draw, draw.integers(1, 40))
         found.append(letters if number % 5 else f"{letters[:3]}<eos>{letters[3:]}")
     return found
 
@@ -62,26 +61,36 @@ def extract(folder: Path, home: Path, **options: Any) -> ActivationStore:
 
 
 DROPPING = [
-    {},
-    {"rows": 333},
     {"max_norm_multiple": 1.1},
-    {"max_norm_multiple": 1.1, "shard_rows": 8},  # fewer than a window has
-    {"packed": True},
     {"packed": True, "max_norm_multiple": 1.1},
     {"positions": "last"},
     {"min_tokens": 9, "prepend_bos": "off"},
-    {"chats": True},
     {"chats": True, "packed": True},
-    {"chats": True, "control_tokens": "drop"},
     {"chats": True, "positions": "assistant"},
 ]
+FURTHER = [
+    {},
+    {"rows": 333},
+    {"max_norm_multiple": 1.1, "shard_rows": 8},  # fewer than a window has
+    {"packed": True},
+    {"chats": True},
+    {"chats": True, "control_tokens": "drop"},
+]
+SLOW = [pytest.param(options, marks=pytest.mark.slow) for options in FURTHER]
+
+
+@torch.no_grad()
+def rows_of(model: Any, token_ids: Any) -> torch.Tensor:
+    """What plain transformers has at the layer for each token of a window, (T, D)."""
+    states = model(torch.tensor([[*token_ids]]), output_hidden_states=True).hidden_states
+    return states[LAYER + 1][0]
 
 
 def column(rows: Any, name: str) -> list[int]:
     return np.concatenate(list(rows.column(name, 64))).tolist()
 
 
-@pytest.fixture(scope="module", params=DROPPING, ids=str)
+@pytest.fixture(scope="module", params=[*DROPPING, *SLOW], ids=str)
 def store(request, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> ActivationStore:
     return extract(folder, tmp_path_factory.mktemp("home"), **request.param)
 
@@ -97,9 +106,7 @@ def test_windows_hold_the_whole_input_and_mark_the_rows(folder, store):
             assert mask.any() and len(token_ids) <= CONTEXT and token_ids[0] == BOS
             tokens += token_ids[mask].tolist()
             positions += np.flatnonzero(mask).tolist()
-            with torch.no_grad():
-                states = model(torch.tensor(token_ids[None]), output_hidden_states=True)
-            x.append(states.hidden_states[LAYER + 1][0][mask].numpy())
+            x.append(rows_of(model, token_ids)[mask].numpy())
         assert tokens == column(rows, "token_id")
         assert positions == column(rows, "position")
         stored = np.concatenate([batch.copy() for batch in rows.sequential(64)])
@@ -116,15 +123,14 @@ def test_windows_are_those_of_the_text_also_where_rows_are_dropped(tmp_path, fol
     found = [token_ids.tolist() for token_ids, _ in store.split("all").windows()]
     model, having = loaded(folder).model, []
     for window in expected:
-        with torch.no_grad():
-            states = model(torch.tensor([window]), output_hidden_states=True).hidden_states
         ordinary = torch.tensor(window) > EOS
-        if (states[LAYER + 1][0][ordinary].norm(dim=1) <= 1.1 * store.meta.median_norm).any():
+        norms = rows_of(model, window)[ordinary].norm(dim=1)
+        if (norms <= 1.1 * store.meta.median_norm).any():
             having.append(window)
     assert found == having
 
 
-@pytest.mark.parametrize("rows", [1, 50, 100, 333])
+@pytest.mark.parametrize("rows", [1, 100, 333])
 def test_counts_of_what_was_dropped_end_with_the_last_row_kept(tmp_path, folder, rows):
     store = extract(folder, tmp_path, rows=rows, max_norm_multiple=1.1)
     loaded_model, left, counts = loaded(folder), rows, {}
@@ -132,11 +138,9 @@ def test_counts_of_what_was_dropped_end_with_the_last_row_kept(tmp_path, folder,
     for text in texts():
         ids = loaded_model.tokenizer(text, add_special_tokens=False)["input_ids"]
         for at in range(0, len(ids), CONTEXT - 1):
-            window = torch.tensor([[BOS, *ids[at : at + CONTEXT - 1]]])
-            with torch.no_grad():
-                states = loaded_model.model(window, output_hidden_states=True).hidden_states
-            norms = states[LAYER + 1][0].norm(dim=1).tolist()
-            for token, norm in zip(window[0].tolist(), norms, strict=True):
+            window = [BOS, *ids[at : at + CONTEXT - 1]]
+            norms = rows_of(loaded_model.model, window).norm(dim=1).tolist()
+            for token, norm in zip(window, norms, strict=True):
                 if not left:
                     break
                 reason = "special" if token <= EOS else "high_norm" if norm > limit else "kept"
@@ -172,7 +176,6 @@ def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, op
     one = random_sae(d_in=store.d_in, seed=0)
     make_run(sae.home, "random", one, data="store", split_seed=3)
     done = sae("eval", "random", "--model", folder, "--tokens", "1000000", "--json")
-    assert done.status == 0, done.err
     assert "special tokens (BOS) keep their own activations in ce_spliced" in done.err
     (found,) = done.json["runs"]
 
@@ -189,17 +192,8 @@ def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, op
     expected = effects_by_hooks(llama, llama.model.layers[LAYER], windows, double)
     assert expected["tokens"] == held_out.sum()
     assert_same_effects(found, expected)
-
-
-def test_a_store_without_windows_is_refused_in_one_sentence(sae: CommandLine, folder):
-    columns = {name: np.arange(90) for name in ("token_id", "position", "document")}
-    source = {"model": str(folder), "layer": LAYER, "site": "resid_post", "context": CONTEXT}
-    rows = np.random.default_rng(0).normal(size=(90, 16)).astype(np.float32)
-    make_store(sae.home / "activations" / "store", rows, columns=columns, source=source)
-    make_run(sae.home, "random", random_sae(d_in=16, seed=0), data="store")
-    done = sae("eval", "random", "--model", folder)
-    assert (done.status, "Traceback" in done.err) == (1, False)
-    assert "expected a store that keeps its windows of tokens" in done.err
+    effect = ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
+    assert list(found)[-7:] == effect
 
 
 def test_report_texts_show_every_token_of_a_window(tmp_path, folder, store):
@@ -236,7 +230,6 @@ def test_an_eos_that_the_tokenizer_appends_is_not_scored(sae: CommandLine, tmp_p
     store = extract(folder, sae.home, name="store")
     make_run(sae.home, "random", random_sae(d_in=store.d_in, seed=0), data="store")
     done = sae("eval", "random", "--model", folder, "--split", "all", "--json")
-    assert done.status == 0, done.err
     llama, losses = LlamaForCausalLM.from_pretrained(folder).double(), []
     for token_ids, mask in store.split("all").windows():
         assert token_ids[-1] == EOS and not mask[-1]

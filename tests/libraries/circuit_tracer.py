@@ -15,12 +15,18 @@ sys.path.pop(0)  # this file's folder, where the library's name would be this fi
 
 import numpy as np
 import torch
-import yaml
 from circuit_tracer.transcoder import SingleLayerTranscoder, TranscoderSet
 from circuit_tracer.transcoder.activation_functions import JumpReLU, TopK
 from circuit_tracer.utils.caching import load_transcoders_from_cache
 
 D, F = 24, 60
+CONFIG = """model_name: gpt2
+model_kind: transcoder_set
+feature_input_hook: mlp.hook_in
+feature_output_hook: hook_mlp_out
+scan: scan
+revision: null
+"""
 
 
 def record(folder: Path, rows: torch.Tensor) -> None:
@@ -63,18 +69,7 @@ def main() -> None:
             TranscoderSet({0: transcoder}, "mlp.hook_in", "hook_mlp_out", "scan").to_safetensors(
                 str(path)
             )
-            (path / "config.yaml").write_text(
-                yaml.dump(
-                    {
-                        "model_name": "gpt2",
-                        "model_kind": "transcoder_set",
-                        "feature_input_hook": "mlp.hook_in",
-                        "feature_output_hook": "hook_mlp_out",
-                        "scan": "scan",
-                        "revision": None,
-                    }
-                )
-            )
+            (path / "config.yaml").write_text(CONFIG)
             record(path, rows)
 
 

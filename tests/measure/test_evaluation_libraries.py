@@ -38,12 +38,10 @@ def trained(sae: CommandLine, tmp_path: Path) -> CommandLine:
     documents = islice(stdlib_docstrings(), 60)
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     extract = f"extract --model {TINY_GEMMA2} --layer {LAYER} --dtype float32 --name rows --dataset"
-    done = sae(*extract.split(), text)
-    assert done.status == 0, done.err
+    sae(*extract.split(), text).succeeds()
     for act, words in RUNS.items():
         train = f"train --data rows --act {act} --d-sae 256 --epochs 2 --name {act}"
-        done = sae(*train.split(), *words)
-        assert done.status == 0, done.err
+        sae(*train.split(), *words).succeeds()
     return sae
 
 
@@ -67,8 +65,7 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
         *words,
         *(tmp_path / act for act in RUNS),
     ]
-    done = captured(command)
-    assert done.returncode == 0, done.stderr
+    done = captured(command, check=True)
     options = f"--split all --model {TINY_GEMMA2} --tokens 1000000 --json"
     ours = trained("eval", *RUNS, *options.split()).json
     for measures, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS) :], strict=True):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable, trained_on_docs
+from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs
 from plain_hooks import blocks, noted
 from rich.console import Console
-from tiny_models import CONFIGS, WIDTH, save_model
+from tiny_models import CONFIGS, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,15 +117,15 @@ def test_a_transcoder_has_the_codes_of_what_it_reads(tmp_path: Path):
 
 
 def test_a_crosscoder_reads_all_its_hook_points_of_one_model_and_none_of_two(tmp_path: Path):
-    folder, sae = save_model(tmp_path / "model", "llama"), steerable(Relu(), d_in=2 * WIDTH)
-    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(WIDTH, WIDTH))
+    folder = save_model(tmp_path / "model", "llama")
     inputs = [{"layer": layer, "site": "resid_post"} for layer in (2, 0)]
-    cross.metadata = {"model": str(folder), **inputs[0], "inputs": inputs}
+    cross = crosscoder_of(inputs)
+    cross.metadata |= {"model": str(folder)}
     document = saecli.read(cross, TEXT, latents=EVERY)
     assert document["inputs"] == inputs
     model, ids = opened(folder)
     x = torch.cat([activations(model, blocks(model)[layer], ids) for layer in (2, 0)], dim=1)
-    demand_codes(document, sae, x, [0])
+    demand_codes(document, cross, x, [0])
     for point, name in zip(inputs, ("one", "two"), strict=True):
         point["model"] = name
     with pytest.raises(saecli.SaeError, match="is not defined: expected an SAE of one model"):
@@ -174,9 +174,6 @@ def home(sae: CommandLine) -> CommandLine:
     """A home with an SAE of the bundled model's width."""
     origin = {"model": TINY_GEMMA2, **AT}
     make_run(sae.home, "first", steerable(Relu(), d_in=128), origin=origin)
-    cross = SAE(**steerable(d_in=128).tensors(), activation=Relu(), widths=(64, 64))
-    two = [{"layer": layer, "site": "resid_post"} for layer in (1, 2)]
-    make_run(sae.home, "narrow", cross, origin=origin | {"inputs": two})
     return sae
 
 
@@ -204,7 +201,6 @@ def test_the_page_holds_the_document_and_names_no_other_place(home: CommandLine,
     page = tmp_path / "page.html"
     words = ("read", "first", "--prompt", NASTY, "--compare", "Once", "--top", "2")
     done = home(*words, "--html", page, "--json")
-    assert done.status == 0, done.err
     text = page.read_text(encoding="utf-8")
     parsed = Page(text)
     assert parsed.places == ["data:,"] and "http://www.w3.org/2000/svg" in text
@@ -222,8 +218,7 @@ def test_the_page_holds_the_document_and_names_no_other_place(home: CommandLine,
 
 def test_the_terminal_lists_tokens_and_latents_and_colours_a_text(home: CommandLine):
     document = saecli.read("first", NASTY, top=2, home=home.home)
-    done = home("read", "first", "--top", "2", "--prompt", NASTY)
-    assert done.status == 0, done.err
+    done = home("read", "first", "--top", "2", "--prompt", NASTY).succeeds()
     for position, token in enumerate(document["tokens"]):
         line = next(line for line in done.out.splitlines() if line.startswith(f"{position:>5}  "))
         for entry in token["latents"]:
@@ -270,47 +265,11 @@ def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: Command
         assert latent["label"] == f"label {latent['latent']}"
     assert document["latents"][0]["label"] in sae(*words).out
     labels.write_text('{"first": "label"}')
-    refused = sae(*words)
-    assert refused.status == 1 and "labels.json: first" in refused.err
+    sae(*words).fails(1, "labels.json: first")
     labels.unlink()
     assert sae("rm", "docs", "--yes").status == 0
     (latent, *_) = sae(*words, "--json").json["latents"]
     assert (latent["frequency"], latent["label"]) == (None, None)
-
-
-REFUSED = [
-    ("first", 2, "expected one of --prompt, --text, --chat, got none"),
-    ("first --prompt a --text {tmp}/a.txt", 2, "got --prompt and --text"),
-    ("first --prompt ''", 2, "must not be empty"),
-    ("first --prompt ' '", 2, "must have a token"),
-    ("first --prompt \udcff", 2, "in UTF-8"),
-    ("first --prompt a --compare ''", 2, "--compare must not be empty"),
-    ("first --prompt a --latent 20", 2, "--latent must be from 0 to 19, the last of first, got 20"),
-    ("first --prompt a --latent -1", 2, "--latent must be from 0 to 19"),
-    ("first --prompt a --top 0", 2, "--top"),
-    ("first --text {tmp}/none.txt", 2, "none.txt"),
-    ("first --text {tmp}/latin.txt", 2, "expected a text in UTF-8"),
-    ("first --chat {tmp}/a.txt", 2, "expected a JSON list of messages"),
-    ("first --chat {tmp}/chat.json", 1, "has no chat template"),
-    ("first --prompt a --html {tmp}/none/page.html", 2, "cannot write"),
-    ("first --prompt a --layer 2", 2, "--layer must be 1, as first says, got 2"),
-    ("first --prompt a --model {tmp}/model", 2, "does not fit"),
-    ("narrow --prompt a", 2, "narrow does not fit tiny-gemma2"),
-]
-
-
-@pytest.mark.parametrize(("words", "status", "sentence"), REFUSED)
-def test_what_cannot_be_read_is_refused_in_a_sentence(
-    home: CommandLine, tmp_path: Path, words: str, status: int, sentence: str
-):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
-    (tmp_path / "chat.json").write_text('[{"role": "user", "content": "a"}]')
-    if "/model" in words:
-        save_model(tmp_path / "model", "llama")
-    done = home("read " + words.format(tmp=tmp_path))
-    assert (done.status, done.out) == (status, "")
-    assert sentence in " ".join(done.err.split()) and "Traceback" not in done.err
 
 
 def test_a_token_beyond_the_models_embedding_is_refused(tmp_path: Path):

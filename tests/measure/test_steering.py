@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable, trained_on_docs
+from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs
 from plain_hooks import blocks, noted, replaced
-from tiny_models import CONFIGS, WIDTH, save_model
+from tiny_models import EOS, open_model, prompt, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +20,6 @@ from saecli.sae.formats import SavedSAE, load, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
-BOS, EOS = 1, 2
 
 
 def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> Tensor:
@@ -30,21 +29,6 @@ def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> T
     for latent, scale in zip(LATENTS, scales, strict=True):
         new[..., latent] = {"add": z[..., latent] + scale, "clamp": scale, "ablate": 0.0}[method]
     return new @ sae.W_dec + sae.b_dec + (x - (z @ sae.W_dec + sae.b_dec))
-
-
-def open_model(folder: Path, kind: str) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(save_model(folder / kind, kind)).eval()
-
-
-@pytest.fixture(params=CONFIGS)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
-    return open_model(tmp_path, request.param)
-
-
-def prompt() -> Tensor:
-    token_ids = torch.randint(4, 60, (2, 7), generator=torch.Generator().manual_seed(2))
-    token_ids[:, 0] = BOS
-    return token_ids
 
 
 @torch.no_grad()
@@ -59,13 +43,11 @@ def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -
 
 def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(tmp_path: Path):
     folders = [save_model(tmp_path / name, "llama") for name in ("base", "chat")]
-    cross = steerable(Relu(), d_in=2 * WIDTH)
     inputs = [
         {"layer": layer, "site": "resid_post", "model": str(folder.resolve())}
         for layer, folder in ((1, folders[0]), (0, folders[1]))
     ]
-    cross = SAE(**cross.tensors(), activation=cross.activation, widths=(WIDTH, WIDTH))
-    cross.metadata = inputs[0] | {"inputs": inputs}
+    cross = crosscoder_of(inputs)
     for folder, layer, place in zip(folders, (1, 0), cross.hook_columns, strict=True):
         model, step = AutoModelForCausalLM.from_pretrained(folder).eval(), 3 * cross.W_dec[7, place]
         with torch.no_grad(), saecli.steering(model, cross, 7, scale=3):
@@ -171,7 +153,6 @@ WORDS = ("--latent", "3", "--latent", "11", "--prompt", TEXT, "--max-new-tokens"
 @torch.no_grad()
 def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: CommandLine):
     done = home("steer", "first", *WORDS, "--scale", "20", "--scale", "-9")
-    assert done.status == 0, done.err
     (texts,) = done.json["continuations"]
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2])
     model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2]).float()
@@ -202,7 +183,6 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     latent = int(z.amax(0).argmax())
     words = ("--latent", str(latent), "--prompt", "Return the", "--max-new-tokens", "3", "--json")
     done = sae("steer", "first", *words)
-    assert done.status == 0, done.err
     (line,) = done.json["latents"]
     assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
     assert done.json["store_rows"] == len(z)
@@ -210,11 +190,11 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     saved, other = load(run), (latent + 1) % 64
     saved.sae.b_enc[other] = -1e6
     save_native(saved, run)
-    refused = sae("steer", "first", "--latent", str(other), *words[2:])
-    assert refused.status == 2 and f"latent {other} does not fire on 2,000 rows" in refused.err
+    sae("steer", "first", "--latent", str(other), *words[2:]).fails(
+        2, f"latent {other} does not fire on 2,000 rows"
+    )
     assert sae("rm", "docs", "--yes").status == 0
-    refused = sae("steer", "first", *words)
-    assert refused.status == 2 and "--scale is needed with --method add" in refused.err
+    sae("steer", "first", *words).fails(2, "--scale is needed with --method add")
     ablated = sae("steer", "first", *words, "--method", "ablate")
     assert ablated.json["latents"][0]["store_max"] is None
 
@@ -248,8 +228,7 @@ def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: Com
         home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1"))
     )
     assert first == repeated != other and len(first) == 2
-    done = home(*(word for word in words if word != "--json"))
-    assert done.status == 0
+    done = home(*(word for word in words if word != "--json")).succeeds()
     assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out
     assert "scale" not in done.out
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from homes import normal
+from homes import activation_of, normal
 from torch import Tensor
 
 from saecli.base.errors import ConfigError
@@ -26,7 +26,7 @@ B, F, K = 20, 12, 3
 W_ENC = {
     "W_enc": torch.randn(5, F, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 }
-EVERY = [kind(k=K) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
+EVERY = [activation_of(act, K) for act in ACTIVATIONS]
 
 
 def random_pre(seed: int = 0) -> Tensor:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from homes import normal
+from homes import activation_of, normal
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
-from saecli.sae.codes import DENSITY, Codes, SparseCodes, at, few_entries, joined, largest, where
-from saecli.sae.dictionary import SAE, Batch, PreActivations
+from saecli.sae.codes import DENSITY, Codes, SparseCodes, few_entries, joined
+from saecli.sae.dictionary import SAE, Batch
 
 B, D, F = 30, 7, 50
 BANDWIDTH = 0.3  # of jumprelu
@@ -112,52 +112,10 @@ def test_joined_codes_are_those_of_all_rows() -> None:
     )
 
 
-@pytest.mark.parametrize("density", [0.0, 0.05, 0.5])
-def test_products_are_differentiable_in_both_factors(density: float, form: Callable):
-    codes, right, weights = form(matrix(density)), normal(F, D, seed=3), normal(B, D, seed=5)
-    values, factor = codes.values.clone().requires_grad_(), right.clone().requires_grad_()
-    differentiable = codes.with_values(values)
-    assert differentiable.values.requires_grad and not differentiable.detach().values.requires_grad
-    by_times = torch.autograd.grad((differentiable.times(factor) * weights).sum(), [values, factor])
-    by_matrix = torch.autograd.grad(
-        (differentiable.dense() @ factor * weights).sum(), [values, factor]
-    )
-    torch.testing.assert_close(by_times, by_matrix)
-    by_sums = torch.autograd.grad(differentiable.sums() @ weights.sum(1).new_ones(F), values)[0]
-    torch.testing.assert_close(by_sums, torch.ones_like(values))
-
-
 def test_non_zeros_are_searched_for_where_they_are_few() -> None:
     assert few_entries(matrix(1.5 * DENSITY) != 0) is None
     few = matrix(0.5 * DENSITY)
     assert torch.equal(few_entries(few != 0), few.flatten().nonzero()[:, 0])
-
-
-@pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
-def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -> None:
-    leaves = [normal(B, D, seed=3), normal(D, F, seed=4), normal(F, seed=5)]
-    mask, upstream = matrix(density) != 0, normal(B, F, seed=6)
-    pre = leaves[0] @ leaves[1] + leaves[2]
-    count = int(mask.sum())
-    ranks = pre.flatten().argsort(descending=True).argsort().view(B, F)
-    top = ranks < count
-    latents = normal(B, F, seed=7).argsort()[:, :4]
-    selections = {
-        "where": (mask, lambda pre: where(pre, mask)),
-        "largest": (top, lambda pre: largest(pre, count)),
-        "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents)),
-        "all": (mask | True, Codes),
-    }
-    for kept, select in selections.values():
-        own_leaves, their_leaves = (
-            [leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2)
-        )
-        ours = select(PreActivations.apply(*own_leaves)).dense()
-        theirs = (their_leaves[0] @ their_leaves[1] + their_leaves[2]) * kept
-        torch.testing.assert_close(ours, theirs)
-        own_gradients = torch.autograd.grad((ours * upstream).sum(), own_leaves)
-        their_gradients = torch.autograd.grad((theirs * upstream).sum(), their_leaves)
-        torch.testing.assert_close(own_gradients, their_gradients)
 
 
 def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
@@ -212,8 +170,7 @@ def sae_of(activation: Activation, many: bool) -> SAE:
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
 def test_gradients_of_the_loss_equal_plain_autograd(name: str, kept: str, sparsity: str) -> None:
-    kind = ACTIVATIONS[name]
-    activation = kind(k=KEPT[kept]) if hasattr(kind, "k") else kind()
+    activation = activation_of(name, KEPT[kept])
     sae, y = sae_of(activation, kept == "many"), normal(B, D, seed=8)
     x = normal(B, D, seed=3).requires_grad_()
     loss = sae.loss(Batch(x, y, B), sparsity, 0.3)

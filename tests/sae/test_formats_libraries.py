@@ -49,7 +49,7 @@ class Exchange:
 
 def sae_with(kind: type[Activation], width: int = D) -> SAE:
     generator = torch.Generator().manual_seed(1)
-    activation = kind(k=K) if "k" in kind.__dataclass_fields__ else kind()
+    activation = homes.activation_of(kind.name, K)
     shapes = ((D, F), (F,), (F, width), (width,))
     parameters = {
         name: torch.rand(start.shape, generator=generator) * 4
@@ -93,8 +93,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "saelens": ["saelens.py", "formats"],
         "gemma-scope": ["saelens.py", "gemma_scope"],
     }.get(request.param, [f"{request.param.replace('-', '_')}.py"])
-    done = captured([python, *script, folder], cwd=SCRIPTS)
-    assert done.returncode == 0, done.stderr
+    captured([python, *script, folder], cwd=SCRIPTS, check=True)
     return Exchange(request.param, folder, rows, ours)
 
 
@@ -141,8 +140,7 @@ def test_circuit_tracer_attributes_a_prompt_to_the_latents_of_a_set(tmp_path: Pa
     saves = the_set(str(model), WIDTH)
     save_all(saves, "circuit-tracer", tmp_path / "set")
     words = [python, SCRIPTS / "attribution.py", tmp_path, model, prompt]
-    done = captured(words, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
+    captured(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True)
     with np.load(tmp_path / "graph.npz") as arrays:
         graph = dict(arrays)
     llama, x = LlamaForCausalLM.from_pretrained(model), []
@@ -170,8 +168,7 @@ def test_saebench_takes_an_sae_with_unit_decoder_vectors_and_its_reconstructions
     for name, sae in saes.items():
         save(SavedSAE(sae, ORIGIN), "native", tmp_path / "runs" / name)
     words = [python, SCRIPTS / "sae_bench.py", tmp_path]
-    done = captured(words, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[1])})
-    assert done.returncode == 0, done.stderr
+    captured(words, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[1])}, check=True)
     for name, sae in saes.items():
         with np.load(tmp_path / f"{name}.npz") as theirs:
             assert_agree(sae(rows), theirs["x_hat"])
@@ -253,12 +250,10 @@ def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
         if library == "circuit-tracer":
             use = "eval someone/saes/first@main --data x --target y"
         for line in (f"push first someone/saes --format {library}", use):
-            done = captured([sys.executable, "-m", "saecli", *line.split()], **settings)
-            assert done.returncode == 0, done.stderr
+            done = captured([sys.executable, "-m", "saecli", *line.split()], **settings, check=True)
             assert WRITER not in done.stdout + done.stderr
         words = (library, "someone/saes", "first", tmp_path / "rows.npy", tmp_path / "x_hat.npy")
-        done = captured([python, SCRIPTS / "from_hub.py", *words], **settings)
-        assert done.returncode == 0, done.stderr
+        captured([python, SCRIPTS / "from_hub.py", *words], **settings, check=True)
         card = hub.repos["someone/saes"].files["README.md"].decode()
         assert "sae eval someone/saes/first" in card
     x_hat = mine(torch.from_numpy(rows)).numpy()

@@ -7,7 +7,7 @@ from pathlib import Path
 import published
 import pytest
 import torch
-from homes import CommandLine, random_sae
+from homes import CommandLine, change_json, fvu, random_sae
 from plain_hooks import noted
 from published import D
 from safetensors.torch import load_file, save_file
@@ -150,10 +150,6 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         assert said in str(why_unsettled(origin, rows))
 
 
-def fvu(predicted: torch.Tensor, y: torch.Tensor) -> float:
-    return float((y - predicted).square().sum() / (y - y.mean(0)).square().sum())
-
-
 def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
     sae: CommandLine, tmp_path: Path
 ) -> None:
@@ -182,15 +178,16 @@ def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_
         words = (path, "--data", "mlp_in", "--target", "mlp_out", "--split", "all")
         done = sae("eval", *words, "--json")
         assert done.json["runs"][0]["fvu"] == pytest.approx(expected, rel=1e-4), done.err
-    done = sae("export", saelens_file, "--to", "saelens", "--out", tmp_path / "out")
-    assert done.status == 0 and "blocks.1.ln2.hook_normalized" in done.err
+    done = sae("export", saelens_file, "--to", "saelens", "--out", tmp_path / "out").succeeds()
+    assert "blocks.1.ln2.hook_normalized" in done.err
     weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
     codes = (theirs @ weights["W_enc"] + weights["b_enc"]).relu()
     predicted = codes @ weights["W_dec"] + weights["b_dec"]
     assert fvu(predicted, y) == pytest.approx(expected, rel=1e-4)
     elsewhere = write(tmp_path / "elsewhere", original, "google/gemma-2-2b", NORMALIZED)
-    done = sae("eval", elsewhere, "--data", "mlp_in", "--target", "mlp_out")
-    assert done.status == 2 and "before the norm's weight" in done.err
+    done = sae("eval", elsewhere, "--data", "mlp_in", "--target", "mlp_out").fails(
+        2, "before the norm's weight"
+    )
     assert "google/gemma-2-2b" in done.err and done.err.count("\n") == 1
 
 
@@ -205,17 +202,15 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
         weights[key] = weights[key] * 1.1
     save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
     text = ("--dataset", tmp_path / "text.txt", "--context", "16", "--layer", "1")
-    done = sae("extract", *models, *text, "--rows", "2000", "--name", "s", "--json")
-    assert done.status == 0, done.err
+    done = sae("extract", *models, *text, "--rows", "800", "--name", "s", "--json")
     stores = [word for store in done.json["stores"] for word in ("--data", store["name"])]
     options = ("--act", "relu-topk", "--k", "4", "--d-sae", "40", "--steps", "40", "--name", "run")
-    done = sae("train", *stores, *options)
-    assert done.status == 0, done.err
-    words = (*stores, *models, "--tokens", "200", "--json")
+    done = sae("train", *stores, *options).succeeds()
+    words = (*stores, *models, "--tokens", "60", "--json")
     expected = sae("eval", "run", *words).json["runs"][0]
     for to in ("saelens", "sparsify", "dictionary-learning"):
-        done = sae("export", "run", "--to", to, "--out", tmp_path / to)
-        assert done.status == 0 and "2 hook points side by side" in done.err
+        done = sae("export", "run", "--to", to, "--out", tmp_path / to).succeeds()
+        assert "2 hook points side by side" in done.err
         config = "config.json" if to == "dictionary-learning" else "cfg.json"
         written = (tmp_path / to / config).read_text()
         assert not any(word in written for word in ("first", "resid_post", '"layer": 1'))
@@ -260,8 +255,7 @@ def test_eval_says_that_a_module_is_not_the_stores_site(sae: CommandLine, tmp_pa
         assert sae("extract", *words).status == 0
         original = random_sae(Relu(), WIDTH)
         save(SavedSAE(original), "sparsify", tmp_path / "runs" / name / "layers.1.mlp")
-        done = sae("eval", tmp_path / "runs" / name / "layers.1.mlp", "--data", name)
-        assert done.status == 0
+        done = sae("eval", tmp_path / "runs" / name / "layers.1.mlp", "--data", name).succeeds()
         assert said in done.err if said else "was trained on" not in done.err
 
 
@@ -279,11 +273,8 @@ def test_eval_says_that_a_module_is_not_the_stores_site(sae: CommandLine, tmp_pa
 def test_submodules_of_dictionary_learning(
     tmp_path: Path, name: str | None, io: str, site: str | None
 ) -> None:
-    path = published.dictionary_learning(tmp_path).path
-    config = json.loads((path / "config.json").read_text())
-    config["trainer"]["submodule_name"] = name
-    config["buffer"] = {"io": io}
-    (path / "config.json").write_text(json.dumps(config))
+    path = published.dictionary_learning(tmp_path, submodule_name=name).path
+    change_json(path / "config.json", buffer={"io": io})
     assert load(path).origin.get("site") == site
 
 
@@ -362,6 +353,6 @@ def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(
         folder = tmp_path / f"{model}{hook}".replace("/", "-")
         path = write(folder, original, model, hook, False, center_writing_weights=True)
         close(load(path).sae.encode(rows), original.encode(centred if folds else rows))
-        done = sae("export", path, "--to", "saelens", "--out", path / "out")
-        assert done.status == 0 and ("center_writing_weights" in done.err) == folds, done.err
+        done = sae("export", path, "--to", "saelens", "--out", path / "out").succeeds()
+        assert ("center_writing_weights" in done.err) == folds
         close(load(path / "out").sae.encode(rows), original.encode(centred if folds else rows))

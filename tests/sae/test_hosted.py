@@ -4,7 +4,6 @@ import shutil
 import socket
 from pathlib import Path
 
-import numpy as np
 import published
 import pytest
 import torch
@@ -21,9 +20,9 @@ from saecli.sae.hub import Address
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
-@pytest.fixture
-def rows(sae: CommandLine) -> np.ndarray:
-    return make_store(sae.home, "rows", some_rows())
+@pytest.fixture(autouse=True)
+def rows(sae: CommandLine) -> None:
+    make_store(sae.home, "rows", some_rows())
 
 
 def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
@@ -74,7 +73,6 @@ def test_addresses(text: str, address: Address | None) -> None:
 def test_a_pushed_sae_is_fetched_and_measured_alike(
     sae: CommandLine,
     hub: ModelHub,
-    rows: np.ndarray,
     tmp_path: Path,
     activation: Activation,
     form: str,
@@ -82,7 +80,6 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
 ) -> None:
     make_run(sae.home, "run", random_sae(activation))
     pushed = sae("push", "run", "someone/saes", "--format", form, "--json")
-    assert pushed.status == 0, pushed.err
     assert pushed.json["files"] == files
     own = [f"run/{name}" for name in ("README.md", *files)]
     assert hub.repos["someone/saes"].files.keys() == {"README.md", *own}
@@ -102,7 +99,7 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
 
 @pytest.mark.slow
 def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the_users(
-    sae: CommandLine, hub: ModelHub, rows: np.ndarray
+    sae: CommandLine, hub: ModelHub
 ) -> None:
     for name, seed in (("one", 0), ("two", 1)):
         make_run(sae.home, name, random_sae(seed=seed))
@@ -131,9 +128,7 @@ def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["saelens", "native"])
-def test_no_path_of_this_machine_is_pushed(
-    sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str
-) -> None:
+def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, form: str) -> None:
     origin = {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}
     make_run(sae.home, "run", random_sae(), origin=origin)
     assert sae("push", "run", "someone/saes", "--format", form).status == 0
@@ -145,7 +140,7 @@ def test_no_path_of_this_machine_is_pushed(
 
 @pytest.mark.slow
 def test_a_signed_topk_is_native_where_saelens_would_change_rows(
-    sae: CommandLine, hub: ModelHub, rows: np.ndarray
+    sae: CommandLine, hub: ModelHub
 ) -> None:
     mine = random_sae(TopK(k=4))
     mine.b_enc.sub_(4)
@@ -168,7 +163,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
     sae: CommandLine, hub: ModelHub
 ) -> None:
     for layer in (0, 1):
-        shutil.rmtree(sae.home / "activations", ignore_errors=True)
+        shutil.rmtree(sae.home / "activations")
         origin = MLP | {"layer": layer, "target_layer": layer}
         make_transcoder(sae.home, f"layer-{layer}", random_sae(), origin)
     assert sae("push", "layer-0", "someone/saes/set", "--json").json["format"] == "saelens"
@@ -187,7 +182,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
 
 @pytest.mark.slow
 def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
-    sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path
+    sae: CommandLine, hub: ModelHub, tmp_path: Path
 ) -> None:
     first = hub.add("google/gemma-scope-2b-pt-res", gemma_scope_files(tmp_path))
     address = "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"
@@ -251,19 +246,14 @@ def test_of_several_layers_on_the_hub_one_must_be_named(
         published.qwen_scope(tmp_path / "there", layer)
     repo = "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4"
     hub.add(repo, files_of(tmp_path / "there"))
-    done = sae("eval", repo)
-    assert done.status == 1 and f"{repo} holds 2 files layer*.sae.pt" in done.err
+    sae("eval", repo).fails(1, f"{repo} holds 2 files layer*.sae.pt")
     for layer in (11, 5):  # the second with the first in the cache
         fetched = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")
         published.assert_reads(fetched, published.qwen_scope(tmp_path / "again", layer))
 
 
 def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(
-    sae: CommandLine,
-    hub: ModelHub,
-    rows: np.ndarray,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(SavedSAE(random_sae()), "saelens", Path("someone/saes/first"))
@@ -306,7 +296,6 @@ PUSH, EVAL = ["push", "run"], ["eval"]
 def test_a_refusal_is_one_sentence_and_changes_nothing(
     sae: CommandLine,
     hub: ModelHub,
-    rows: np.ndarray,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: list[str],
@@ -331,11 +320,7 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(
 
 
 def test_without_a_network_fetched_files_are_taken_from_the_cache(
-    sae: CommandLine,
-    hub: ModelHub,
-    rows: np.ndarray,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
     repo = hub.add("someone/saes", files_of(tmp_path / "a"))
@@ -368,9 +353,8 @@ def test_a_transcoders_folder_is_pushed_and_exported_with_its_targets_named(
         ("push", tmp_path / "copy", "someone/saes"),
         ("export", tmp_path / "copy", "--to", "sparsify", "--out", tmp_path / "out"),
     ):
-        done = sae(*words, "--data", "x")
-        assert done.status == 2 and "by --data and --target" in done.err
+        sae(*words, "--data", "x").fails(2, "by --data and --target")
         done = sae(*words, "--data", "x", "--target", "y", "--json")
-        assert done.status == 0 and done.json["format"] in ("native", "sparsify"), done.err
-    done = sae("export", "--to", "sparsify", "--out", tmp_path / "newest")
-    assert done.status == 0 and done.err.count("using the newest run") == 1
+        assert done.json["format"] in ("native", "sparsify")
+    done = sae("export", "--to", "sparsify", "--out", tmp_path / "newest").succeeds()
+    assert done.err.count("using the newest run") == 1

@@ -5,13 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from homes import reconstruction_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
-from saecli.sae.codes import Codes, SparseCodes, where
+from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import (
     DENSE_FREQUENCY,
@@ -33,23 +34,6 @@ def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, T
     z[:, 4] = 0  # silent
     z[:, 7] = -1.5  # dense, and negative
     return x, x_hat, z
-
-
-def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, float]:
-    x, x_hat, z = (t.numpy().astype(np.float64) for t in (x, x_hat, z))
-    residual = ((x_hat - x) ** 2).sum(1)
-    variance = x.var(0).sum()
-    cosine = (x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)
-    return {
-        "rows": len(x),
-        "mse": residual.mean() / x.shape[1],
-        "fvu": residual.mean() / variance,
-        "explained_variance": 1 - residual.mean() / variance,
-        "cosine": cosine.mean(),
-        "l0": (z != 0).sum(1).mean(),
-        "l1": np.abs(z).sum(1).mean(),
-        "silent_fraction": (~(z != 0).any(0)).mean(),
-    }
 
 
 def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
@@ -86,23 +70,6 @@ def test_rows_of_massive_norm_are_told_apart_as_by_numpy(seed: int, cuts: list[i
     assert got["ordinary_fvu"] == pytest.approx(others["fvu"])
     assert got["fvu"] == pytest.approx(reconstruction_oracle(x, x_hat, z)["fvu"])
     assert list(doubts(got, 6, 22)) == ["massive"]
-
-
-@pytest.mark.parametrize("at_a_time", [1, 30, 1 << 18])
-def test_codes_in_any_pieces_or_sparse_match_numpy(at_a_time, monkeypatch) -> None:
-    monkeypatch.setattr("saecli.sae.codes.CACHED_CODES", at_a_time)
-    x, x_hat, z = rows_and_codes(5, 40)
-    z[:, 7] = 0
-    z *= torch.rand(z.shape, generator=torch.Generator().manual_seed(6)) < 0.2
-    oracle = reconstruction_oracle(x, x_hat, z)
-    assert isinstance(where(z, z != 0), SparseCodes)
-    for codes in (Codes(z), where(z, z != 0)):
-        measures = Reconstruction(6, 11)
-        measures.update(x, x_hat, codes)
-        assert measures.result() == pytest.approx(oracle, rel=1e-6)
-    counts = in_batches(Firing(11), [3], z)
-    assert counts["frequency"] == pytest.approx((z != 0).double().mean(0).tolist())
-    assert counts["l0"] == pytest.approx(oracle["l0"])
 
 
 @pytest.mark.parametrize("bias", [0.0, -2.5])

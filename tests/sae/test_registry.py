@@ -1,4 +1,5 @@
-"""Releases in SAELens' registry: the formats that only they need, and their names."""
+"""Releases in SAELens' registry: the formats that only they need, and their names; and finding the SAE that is
+meant."""
 
 import sys
 from collections import Counter
@@ -11,19 +12,19 @@ import published
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, make_store, random_sae
+from homes import MLP, CommandLine, make_run, make_store, random_sae
 from huggingface_hub import constants
 from launching import captured, python_with
 from model_hub import ModelHub, files_of
 from published import ROWS, D, F, K, Published
 
 import saecli
-from saecli.base.errors import FormatError
+from saecli.base.errors import FormatError, RunError
 from saecli.base.home import Home
 from saecli.sae.activations import JumpRelu, ReluTopK
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.hub import Address, registered
-from saecli.sae.library import find_subject, lasting_name
+from saecli.sae.library import Subject, find_subject, lasting_name
 
 X = torch.from_numpy(ROWS).float()
 SCOPE, SCOPE_2, LLAMA, LEARNING = (
@@ -167,8 +168,7 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", X.numpy())
     words = [f"{name}={place}={FACTORS.get(name, 1)}" for place, name in names.items()]
     script = Path(__file__).parents[1] / "libraries/saelens.py"
-    done = captured([python_with("saelens"), script, "scopes", tmp_path, *words])
-    assert done.returncode == 0, done.stderr
+    captured([python_with("saelens"), script, "scopes", tmp_path, *words], check=True)
     for place, name in names.items():
         sae = load(tmp_path / place, FACTORS.get(name)).sae
         if name == "qwen":  # SAELens makes negative codes 0
@@ -237,8 +237,8 @@ def test_an_sae_is_named_by_its_release_and_id(
     published.assert_reads(plain, scaled_sae)
     expected = plain(X - X.mean(1, keepdim=True))
     torch.testing.assert_close(centred(X), expected, rtol=1e-5, atol=1e-4)
-    done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
-    assert done.status == 0 and "center_writing_weights" in done.err
+    done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows").succeeds()
+    assert "center_writing_weights" in done.err
     for words, said in (
         (["tm/mlp-out"], "which say it; install sae-lens"),
         (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),
@@ -246,8 +246,8 @@ def test_an_sae_is_named_by_its_release_and_id(
         (["clt/layer_0"], "cannot be expressed here"),
         (["wg/layer_8"], "(constant_norm_rescale)"),
     ):
-        done = sae("eval", *words, "--data", "rows")
-        assert done.status == 1 and said in done.err and done.err.count("\n") <= 2, done.err
+        done = sae("eval", *words, "--data", "rows").fails(1, said)
+        assert done.err.count("\n") <= 2
     with monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
         patched.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
@@ -262,8 +262,9 @@ def test_without_saelens_an_unknown_name_says_what_to_install(
     sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sae_lens", None)
-    done = sae("eval", "scope-canonical/layer_12/canonical")
-    assert done.status == 1 and "install sae-lens or name its place on the hub" in done.err
+    sae("eval", "scope-canonical/layer_12/canonical").fails(
+        1, "install sae-lens or name its place on the hub"
+    )
 
 
 @pytest.mark.slow
@@ -286,3 +287,59 @@ def test_every_release_of_saelens_is_resolved_or_refused(
             except FormatError as error:
                 reasons[str(error).partition("here: ")[2]] += 1
     assert sorted(reasons.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal
+
+
+def run_in(home: Home, name: str, created: str = "2026-01-01", complete: bool = True) -> Path:
+    return make_run(home.path, name, random_sae(), "patches", 7, 0.5, created, complete)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+def test_a_run_is_found_by_its_name_or_folder_with_its_split(home: Home, tmp_path: Path) -> None:
+    for where, name in ((home, "first"), (home, "second"), (Home(tmp_path / "other"), "away")):
+        folder = run_in(where, name)
+        text = name if where is home else str(folder)
+        assert find_subject(home, text) == Subject(text, folder, "patches", 7, 0.5, True)
+
+
+def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(SavedSAE(random_sae()), "saelens", tmp_path / "both")
+    path = tmp_path / "both"
+    assert find_subject(home, str(path)) == Subject(str(path), path)
+    run_in(home, "both")
+    monkeypatch.chdir(tmp_path)
+    assert find_subject(home, "both").folder == home.runs.path / "both"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("nosuch", RunError, "there are: only"),
+        ("begun", RunError, r"holds no SAE yet.*sae train --resume --name begun"),
+        (".", FormatError, "no SAE found in"),
+        ("runs/first/sae.safetensors", RunError, "is a file: .* the file's folder, runs/first"),
+    ],
+)
+def test_what_names_no_sae_is_refused(
+    home: Home,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: type[Exception],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for missing in (None, "nosuch"):
+        with pytest.raises(RunError, match="make one with `sae train`"):
+            find_subject(home, missing)
+    run_in(home, "only")
+    (run_in(home, "begun", complete=False) / "sae.safetensors").unlink()
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/sae.safetensors").touch()
+    with pytest.raises(error, match=said):
+        find_subject(home, name)

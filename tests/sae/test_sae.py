@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import D, F, make_store, random_sae, some_rows
+from homes import D, F, activation_of, make_store, random_sae, some_rows
 
 import saecli
 from saecli.sae.activations import ACTIVATIONS, Activation, TopK
 from saecli.sae.codes import Codes
 
-EVERY = [kind(k=4) if "k" in kind.__dataclass_fields__ else kind() for kind in ACTIVATIONS.values()]
+EVERY = [*map(activation_of, ACTIVATIONS)]
 LEADING = [(), (1,), (7,), (2, 3), (2, 1, 4), (0,), (3, 0), (0, 5, 2)]
 
 

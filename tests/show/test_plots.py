@@ -209,24 +209,19 @@ def test_stability_draws_cosines_and_match_fractions_by_frequency(
 def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
     sets, by_set = [0.8, 1.0, 0.9], {"first": [0.7, 0.9, 0.8], "second": [0.3, 0.8, 1.0]}
     place = {"layer": 2, "site": "resid_post"}
-
-    def line(run: str | None, k: int | None, mean: float, low: float, high: float) -> dict:
-        return {"run": run, **place, "k": k, "auc": mean, "auc_low": low, "auc_high": high}
-
+    columns = ("run", "k", "auc", "auc_low", "auc_high")
+    means = [
+        ("first", 1, 0.6, 0.5, 0.7),
+        ("first", 16, 0.8, 0.7, 0.9),
+        ("second", 1, 0.7, 0.7, 0.7),
+        ("second", 16, 0.7, 0.6, 0.8),
+        (None, None, 0.9, 0.85, 0.95),
+    ]
+    aucs_of = [(run, auc) for run, aucs in ({None: sets} | by_set).items() for auc in aucs]
     document = {
         "runs": [{"run": run, **place} for run in by_set],
-        "probes": [
-            line("first", 1, 0.6, 0.5, 0.7),
-            line("first", 16, 0.8, 0.7, 0.9),
-            line("second", 1, 0.7, 0.7, 0.7),
-            line("second", 16, 0.7, 0.6, 0.8),
-            line(None, None, 0.9, 0.85, 0.95),
-        ],
-        "by_set": [
-            {"run": run, **place, "k": run and 16, "auc": auc}
-            for run, aucs in ({None: sets} | by_set).items()
-            for auc in aucs
-        ],
+        "probes": [dict(zip(columns, mean, strict=True)) | place for mean in means],
+        "by_set": [{"run": run, **place, "k": run and 16, "auc": auc} for run, auc in aucs_of],
     }
     probes(tmp_path / "probes.svg", document)
     left, right = drawn[0].axes

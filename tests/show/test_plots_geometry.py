@@ -34,8 +34,7 @@ def supports(sae: SAE, x: np.ndarray) -> np.ndarray:
 
 def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:
     """The panels, their colour bars left out, those of cells first."""
-    done = sae("geometry", "one", "--plot", sae.home / "x.svg", *words)
-    assert done.status == 0, done.err
+    sae("geometry", "one", "--plot", sae.home / "x.svg", *words).succeeds()
     (figure,) = drawn
     return [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
 

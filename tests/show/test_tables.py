@@ -74,8 +74,7 @@ def test_eval_of_nasty_names_prints_within_the_terminal(
         make_run(sae.home, name, random_sae())
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich, which shows progress bars there
     monkeypatch.setenv("COLUMNS", "160")
-    done = sae("eval", *NASTY[:5])
-    assert done.status == 0, done.err
+    done = sae("eval", *NASTY[:5]).succeeds()
     assert all(name in done.out and f"measuring {name}" in done.err for name in NASTY[:5])
 
 

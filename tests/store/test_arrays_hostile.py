@@ -175,9 +175,9 @@ def test_mappings_that_hold_each_other_many_times_are_read_once(tmp_path):
 
 def test_rows_that_no_disk_holds_are_refused_and_leave_nothing(sae: CommandLine, tmp_path: Path):
     torch.save(torch.ones(1, 1).expand(HUGE, 100), tmp_path / "a.pt")
-    refused = sae("import", tmp_path / "a.pt")
-    assert refused.status == 1
-    assert "expected 4e+03 TB of free disk for 10,000,000,000,000 rows" in refused.err
+    sae("import", tmp_path / "a.pt").fails(
+        1, "expected 4e+03 TB of free disk for 10,000,000,000,000 rows"
+    )
     assert not (sae.home / "activations" / "a").exists()
 
 

@@ -18,8 +18,7 @@ G = 200
 
 
 def saelens(*words: str | Path) -> str:
-    done = captured([python_with("saelens"), SCRIPT, *words])
-    assert done.returncode == 0, done.stderr
+    done = captured([python_with("saelens"), SCRIPT, *words], check=True)
     return done.stdout
 
 
@@ -33,8 +32,7 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
     assert sae("import", "synthetic", *words, "--name", "world").status == 0
     for act, more in RUNS.items():
         words = f"train --data world --act {act} --d-sae 220 --steps 200 --name {act}".split()
-        done = sae(*words, *more)
-        assert done.status == 0, done.err
+        sae(*words, *more).succeeds()
         assert sae("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0
     store = ActivationStore.open(sae.home / "activations" / "world")
     world = World.of_store(store)

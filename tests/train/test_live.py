@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, same
+from homes import CommandLine, activation_of, change_json, same
 from launching import signalled
 from storing import collect, make_store
 
@@ -73,10 +73,8 @@ def of_documents(rows: int = 3000) -> tuple[np.ndarray, np.ndarray]:
 
 
 def planned(train, test, solver: str, act: str, **options) -> Plan:
-    kind = ACTIVATIONS[act]
-    activation = kind(k=2) if "k" in kind.__dataclass_fields__ else kind()
     config = TrainingConfig(d_sae=16, **options)
-    return Plan.resolve(train, test, config, SOLVERS[solver](), activation)
+    return Plan.resolve(train, test, config, SOLVERS[solver](), activation_of(act, k=2))
 
 
 def trained(plan: Plan) -> SAE:
@@ -268,8 +266,7 @@ def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(
     sae(*shlex.split(command)[1:])
     (measured,) = sae("eval", "first", "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(fvu, rel=0.2)
-    path = config.with_name("run.json")
-    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    change_json(config.with_name("run.json"), complete=False)
     refused = sae("train", "--resume", "--name", "first").err
     assert "cannot go on with first: its rows came from a model" in refused
 

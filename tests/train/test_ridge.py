@@ -86,7 +86,8 @@ def test_decoder_equals_stacked_least_squares(
     exact = least_squares(z.double(), y.double(), terms, prefixes, x.double() if skips else None)
     if skips:
         terms, y = with_skip(terms, x, y), torch.cat([y, x], 1)
-    state = solved(system_of(kind, z, y, prefixes), terms)
+    block = 3 if directed else 64  # rows that come at a time, or all of them
+    state = solved(system_of(kind, z, y, prefixes, block), terms)
     assert not state.raised
     for name in ("W", "b", "skip") if skips else ("W", "b"):
         value, expected = getattr(state, name).numpy(), getattr(exact, name)
@@ -113,19 +114,6 @@ def test_press_equals_refitting_without_each_row(kind, d_sae, prefixes, spread, 
         left_out.append(np.square(errors).sum() / len(errors) * max(1, len(prefixes)))
     assert press(system, terms, z, y) == pytest.approx(np.mean(left_out), rel=1e-6)
     assert press(system, terms, z[4:9], y[4:9]) == pytest.approx(np.mean(left_out[4:9]), rel=1e-6)
-
-
-@systems
-def test_the_blocks_that_rows_come_in_do_not_matter(kind, rows, prefixes, dtype, most):
-    z, y, direction, W_t, b_t = problem(rows, F, E)
-    z, y = z.to(dtype), y.to(dtype)
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
-    for weights in WEIGHTS.values():
-        terms = terms_of(weights, direction, W_t, b_t)
-        whole = solved(system_of(kind, z, y, prefixes, block=64), terms)
-        for block in (1, 3):
-            parts = solved(system_of(kind, z[order], y[order], prefixes, block), terms)
-            assert (whole.W - parts.W).norm() <= most * whole.W.norm()
 
 
 def in_two_processes(action: Callable[[int, Callable], object]) -> list:
@@ -300,17 +288,6 @@ def test_a_skip_of_dimensions_that_codes_explain_is_solvable():
     left = torch.cat([z, torch.ones(40, 1).double()], 1)
     expected = left @ torch.linalg.lstsq(left, y).solution
     np.testing.assert_allclose(fitted, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("density", [0.003, 0.06, 0.5])
-def test_sums_of_sparse_codes_equal_those_of_dense_ones(density):
-    z, y, direction, W_t, b_t = problem(400, 300, 5)
-    z, y = thinned(z, density), y.float()
-    terms = terms_of((1.0, 0.0, 0.0, 0.0), direction, W_t, b_t)
-    W, exact = (
-        solved(system, terms).W for system in (system_of("sums", z, y, block=100), HeldRows(z, y))
-    )
-    assert (W - exact).norm() <= 1e-4 * exact.norm()
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])

@@ -2,35 +2,44 @@
 
 import gzip
 import json
+import shlex
 import shutil
 import sys
 import zlib
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from homes import CommandLine, assert_same_weights, make_run, make_store, some_rows, weights
+from homes import (
+    CommandLine,
+    after_commands,
+    assert_same_weights,
+    fvu,
+    make_run,
+    make_store,
+    some_rows,
+    weights,
+)
 from launching import captured, signalled, together
 from model_hub import ModelHub
+from plain_hooks import all_replaced, but_first
 from safetensors.torch import load_file
 from tiny_models import LAYERS, WIDTH, save_model
 from torch.nn import functional
 from transformers import LlamaForCausalLM
+from tuning import LENGTH, joint_loss, written_texts
 
 import saecli
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.store.split import Split
-from saecli.train.options import TRAINED
 from saecli.train.runs import read_metrics
 
-LENGTH, WINDOWS = 15, 205  # training windows that make one step of fine-tuning
 TRAIN = "train --each --solver sgd --act batchtopk --k 4 --d-sae 32 --steps 30 --batch-size 64"
 PAIRS = ("--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out", "--name", "t")
 SET = [f"t-m-l{layer}-mlp_in" for layer in range(LAYERS)]
@@ -43,16 +52,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    home, draw = tmp_path_factory.mktemp("home"), np.random.default_rng(0)
-    texts, training = [], 0
-    while training < WINDOWS:
-        training += Split("train", TRAINED, seed=0).keeps(np.array([len(texts)]))[0]
-        texts.append("".join(map(chr, draw.integers(97, 157, LENGTH))))
-    path = home / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = {"dataset": str(path), "context": LENGTH + 1, "dtype": "float32", "home": home}
-    saecli.extract(str(model), layer="all", site=["mlp_in", "mlp_out"], name="m", **options)
+    home = tmp_path_factory.mktemp("home")
+    options = written_texts(home / "text.jsonl")
+    sites = ["mlp_in", "mlp_out"]
+    saecli.extract(str(model), layer="all", site=sites, name="m", home=home, **options)
     return home
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, stores: Path) -> Path:
+    """The stores with the set `t-*`, and runs that do not fit it."""
+    home = shutil.copytree(stores, tmp_path_factory.mktemp("trained") / "home")
+    alone = TRAIN.replace("--each", "")
+    first, second = (f"--data m-l{n}-mlp_in --target m-l{n}-mlp_out" for n in (0, 1))
+    others = (
+        f"{alone} {first} --name other",
+        f"{alone} {second} --split-seed 1 --name seeded",
+        f"{alone} --data m-l0-mlp_in --data m-l1-mlp_in --name crossed",
+    )
+    return after_commands(home, shlex.join([*TRAIN.split(), *PAIRS]), *others)
+
+
+@pytest.fixture
+def set_home(sae: CommandLine, trained: Path) -> Path:
+    return shutil.copytree(trained, sae.home)
 
 
 @pytest.fixture
@@ -63,7 +86,6 @@ def home(sae: CommandLine, stores: Path) -> Path:
 
 def test_each_transcoder_of_a_set_is_that_of_its_two_stores_alone(sae, home):
     done = sae(TRAIN, *PAIRS, "--json")
-    assert done.status == 0, done.err
     runs = done.json["runs"]
     assert [run["run"] for run in runs] == SET
     assert [run["data"] for run in runs] == [
@@ -120,7 +142,6 @@ def make_set(home: Path, model: str, activation: Activation, **changes: dict[int
 def test_a_set_is_one_folder_of_all_layers_that_reads_as_the_runs(sae, home, model, tmp_path):
     assert sae(TRAIN, *PAIRS, "--skip").status == 0
     done = sae("export", "t-*", "--to", "circuit-tracer", "--out", tmp_path / "set", "--json")
-    assert done.status == 0, done.err
     assert [run["run"] for run in done.json["runs"]] == SET
     names = [f"layer_{layer}.safetensors" for layer in range(LAYERS)]
     assert done.json["files"] == ["config.yaml", *names]
@@ -143,8 +164,8 @@ def test_a_set_is_one_folder_of_all_layers_that_reads_as_the_runs(sae, home, mod
 
 def test_topk_names_its_k_and_the_version_that_reads_it(sae, home, model, tmp_path):
     make_set(home, str(model), TopK(k=3))
-    done = sae("export", "r-*", "--to", "circuit-tracer", "--out", tmp_path / "set")
-    assert done.status == 0 and done.err.count("0.5.0 does not read `activation: topk`") == 1
+    done = sae("export", "r-*", "--to", "circuit-tracer", "--out", tmp_path / "set").succeeds()
+    assert done.err.count("0.5.0 does not read `activation: topk`") == 1
     config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
     assert (config["activation"], config["k"]) == ("topk", 3)
     x = torch.from_numpy(some_rows(50, WIDTH))
@@ -158,19 +179,11 @@ def test_topk_names_its_k_and_the_version_that_reads_it(sae, home, model, tmp_pa
         ("r-[12]", {}, "got none for layer 0;"),
         ("r-[01]", {}, f"0 to {LAYERS - 1}: got none for layer 2;"),
         ("r-*", {"layers": {1: {"layer": 0, "target_layer": 0}}}, "got two of layer 0"),
-        (
-            "r-*",
-            {"layers": {2: {"site": "resid_pre"}}},
-            "mlp.hook_in as in layer 0, got hook_resid_pre",
-        ),
+        ("r-*", {"layers": {2: {"site": "resid_pre"}}}, "as in layer 0, got hook_resid_pre"),
         ("r-*", {"layers": {1: {"model": "gpt2"}}}, "the same model_name in all layers"),
         ("r-*", {"layers": {1: {"model": None}}}, "model_name in all layers"),
         ("r-*", {"layers": {0: {"model": None}}}, "model_name in all layers: expected None"),
-        (
-            "r-*",
-            {"d_sae": {2: 30}},
-            "the same d_sae in all layers: expected 20 as in layer 0, got 30",
-        ),
+        ("r-*", {"d_sae": {2: 30}}, "d_sae in all layers: expected 20 as in layer 0, got 30"),
         ("r-*", {"skip": {1: True}}, "the same skip in all layers"),
         ("r-*", {"act": {1: TopK(k=3)}}, "the same activation in all layers"),
     ],
@@ -179,35 +192,33 @@ def test_what_is_no_set_is_refused_in_a_sentence_and_leaves_no_folder(
     sae, home, model, tmp_path, runs, changes, sentence
 ):
     make_set(home, str(model), Relu(), **changes)
-    done = sae("export", runs, "--to", "circuit-tracer", "--out", tmp_path / "out")
-    assert done.status == 1 and sentence in " ".join(done.err.split()), done.err
+    sae("export", runs, "--to", "circuit-tracer", "--out", tmp_path / "out").fails(1, sentence)
     assert not (tmp_path / "out").exists()
 
 
 def test_other_formats_have_one_sae_in_a_folder(sae, home, model, tmp_path):
     make_set(home, str(model), Relu())
-    done = sae("export", "r-*", "--to", "saelens", "--out", tmp_path / "out")
-    assert done.status == 2 and f"saelens has one SAE in a folder, got {LAYERS}" in done.err
+    sae("export", "r-*", "--to", "saelens", "--out", tmp_path / "out").fails(
+        2, f"saelens has one SAE in a folder, got {LAYERS}"
+    )
     assert "native has one SAE" in sae("push", "r-*", "someone/saes", "--format", "native").err
 
 
 @pytest.mark.slow
 def test_the_example_texts_of_a_set_are_where_circuit_tracer_looks_for_them(
-    sae, home, model, tmp_path
+    sae, set_home, model, tmp_path
 ):
-    assert sae(TRAIN, *PAIRS).status == 0
     sae("export", "t-*", "--to", "circuit-tracer", "--out", tmp_path / "set")
     script = Path(__file__).parents[2] / "examples" / "tracer_features.py"
     graphs = tmp_path / "graphs"
-    words = ["t-*", tmp_path / "set", "--model", model, "--local", graphs, "--home", home]
-    done = captured([sys.executable, script, *words])
-    assert done.returncode == 0, done.stderr
+    words = ["t-*", tmp_path / "set", "--model", model, "--local", graphs, "--home", set_home]
+    captured([sys.executable, script, *words], check=True)
     assert yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())["scan"].startswith("./")
     index = json.loads(gzip.decompress((tmp_path / "set/features/index.json.gz").read_bytes()))
     assert [*index] == [*map(str, range(LAYERS))]
-    store = saecli.open_store("m-l1-mlp_in", home).split("all")
+    store = saecli.open_store("m-l1-mlp_in", set_home).split("all")
     (rows,) = store.sequential(100_000)
-    codes = saecli.load_sae(SET[1], home).encode(torch.from_numpy(rows.copy()))
+    codes = saecli.load_sae(SET[1], set_home).encode(torch.from_numpy(rows.copy()))
     content, offsets = (tmp_path / "set/features/layer_1.bin").read_bytes(), index["1"]["offsets"]
     assert len(offsets) == 33 and offsets[-1] == len(content)
     for latent, (start, end) in enumerate(pairwise(offsets)):
@@ -227,10 +238,8 @@ def test_the_example_texts_of_a_set_are_where_circuit_tracer_looks_for_them(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_set_is_pushed_into_one_folder_with_a_row_for_each_layer(sae, home, hub: ModelHub):
-    assert sae(TRAIN, *PAIRS).status == 0
+def test_a_set_is_pushed_into_one_folder_with_a_row_for_each_layer(sae, set_home, hub: ModelHub):
     done = sae("push", "t-*", "someone/saes", "--json")
-    assert done.status == 0, done.err
     assert (done.json["folder"], done.json["format"]) == ("set", "circuit-tracer")
     assert [run["run"] for run in done.json["runs"]] == SET
     files = hub.repos["someone/saes"].files
@@ -255,49 +264,32 @@ def expected_together(model: Path, runs: list[SAE], texts: list[list[int]], own:
     llama = LlamaForCausalLM.from_pretrained(model)
     modules = [block.mlp if own == "mlp" else block for block in llama.model.layers]
     ids = torch.tensor(texts)
-    seen: dict[str, list[torch.Tensor]] = {}
 
-    def run(name: str, replace: Any) -> torch.Tensor:
-        seen[name], seen[f"{name} predicted"] = [], []
-
-        def hook(number: int, module: Any, args: Any, output: Any) -> Any:
-            y = output[0] if isinstance(output, tuple) else output
-            x = args[0] if own == "mlp" else y
-            new = replace(number, x, y)
-            seen[name].append(y[:, 1:].flatten(0, 1))
-            seen[f"{name} predicted"].append(new[:, 1:].flatten(0, 1))
-            new = torch.cat([new[:, :1] if name == "zero" else y[:, :1], new[:, 1:]], 1)
-            return (new, *output[1:]) if isinstance(output, tuple) else new
-
-        handles = [
-            module.register_forward_hook(partial(hook, number))
-            for number, module in enumerate(modules)
-        ]
-        with torch.no_grad():
-            log_p = llama(input_ids=ids).logits.log_softmax(-1)
-        for handle in handles:
-            handle.remove()
-        return log_p
+    def run(replace: Callable) -> tuple[torch.Tensor, list]:
+        with torch.no_grad(), all_replaced(modules, replace) as seen:
+            return llama(input_ids=ids).logits.log_softmax(-1), seen
 
     def ce(log_p: torch.Tensor) -> float:
         return functional.nll_loss(log_p[:, 1:-1].flatten(0, 1), ids[:, 2:].flatten()).item()
 
-    clean = run("clean", lambda number, x, y: y)
-    means = [y.mean(0) for y in seen["clean"]]
-    spliced = run("spliced", lambda number, x, y: runs[number](x))
+    clean, rows = run(lambda number, x, y: y)
+    means = [y[:, 1:].mean((0, 1)) for _, y, _ in rows]
+    spliced, changed = run(
+        lambda number, x, y: but_first(y, runs[number](x if own == "mlp" else y))
+    )
+    clean_rows, y, y_hat = (
+        [part[:, 1:].flatten(0, 1) for part in parts]
+        for parts in ([y for _, y, _ in rows], *([own[at] for own in changed] for at in (1, 2)))
+    )
     return {
         "ce_clean": ce(clean),
         "ce_spliced": ce(spliced),
-        "ce_zero": ce(run("zero", lambda number, x, y: torch.zeros_like(y))),
-        "ce_mean": ce(run("mean", lambda number, x, y: means[number].expand_as(y))),
+        "ce_zero": ce(run(lambda number, x, y: torch.zeros_like(y))[0]),
+        "ce_mean": ce(run(lambda number, x, y: but_first(y, means[number].expand_as(y)))[0]),
         "kl": (clean.exp() * (clean - spliced)).sum(-1)[:, 1:].mean().item(),
-        "fvu_spliced": [*map(fvu, seen["spliced predicted"], seen["spliced"])],
-        "fvu_clean": [*map(fvu, seen["spliced predicted"], seen["clean"])],
+        "fvu_spliced": [*map(fvu, y_hat, y)],
+        "fvu_clean": [*map(fvu, y_hat, clean_rows)],
     }
-
-
-def fvu(y_hat: torch.Tensor, y: torch.Tensor) -> float:
-    return ((y_hat - y).square().sum() / (y - y.mean(0)).square().sum()).item()
 
 
 @pytest.mark.parametrize("own", ["mlp", "block"])
@@ -309,7 +301,7 @@ def test_a_set_spliced_at_once_is_that_of_hooks_on_every_layer(sae, home, model,
         saecli.extract(str(model), layer="all", site=["resid_post"], name="m", home=home, **text)
         assert sae(TRAIN, "--data", "m-l*-resid_post", "--name", "t").status == 0
     done = sae("eval", "t-*", "--model", model, "--together", "--split", "all", "--json")
-    assert done.status == 0 and "different rows" not in done.err, done.err
+    assert "different rows" not in done.err
     effect = done.json["together"]
     store = saecli.open_store(home / "activations" / "m-l0-mlp_in").split("all")
     texts = [token_ids.tolist() for token_ids, _ in store.windows()]
@@ -334,8 +326,7 @@ def test_a_set_spliced_at_once_is_that_of_hooks_on_every_layer(sae, home, model,
 def test_runs_that_cannot_be_spliced_at_once_are_refused_in_a_sentence(sae, home, model):
     make_set(home, str(model), Relu(), layers={1: {"layer": 0, "target_layer": 0}})
     words = ("--model", model, "--together", "--data", "m-l0-mlp_in", "--target", "m-l0-mlp_out")
-    done = sae("eval", "r-[01]", *words)
-    assert done.status == 2 and "r-0 and r-1 both replace layer 0, mlp_out" in done.err
+    sae("eval", "r-[01]", *words).fails(2, "r-0 and r-1 both replace layer 0, mlp_out")
     assert "--together does nothing without --model" in sae("eval", "r-0", "--together").err
 
 
@@ -343,53 +334,14 @@ TUNE = "finetune t-* --together --objective kl --name u"
 TUNED = [f"u-{name}" for name in SET]
 
 
-def joint_loss(
-    model: Path, saes: list[SAE], texts: list[list[int]], weight: float
-) -> tuple[float, list[torch.Tensor]]:
-    """KL of all transcoders at once plus the weighted mean of their FVU on clean rows, in float64, and its gradient in
-    each decoder."""
-    llama = LlamaForCausalLM.from_pretrained(model).double()
-    saes = [sae.copy_to(torch.float64) for sae in saes]
-    for sae in saes:
-        sae.W_dec.requires_grad_()
-    clean: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def look(module: Any, args: Any, output: Any) -> None:
-        clean.append((args[0][:, 1:].flatten(0, 1).detach(), output[:, 1:].flatten(0, 1).detach()))
-
-    def splice(sae: SAE, module: Any, args: Any, output: Any) -> Any:
-        return torch.cat([output[:, :1], sae(args[0][:, 1:])], 1)
-
-    def log_p(hooks: list[Any]) -> torch.Tensor:
-        blocks = zip(llama.model.layers, hooks, strict=True)
-        handles = [block.mlp.register_forward_hook(hook) for block, hook in blocks]
-        result = llama(input_ids=torch.tensor(texts)).logits.log_softmax(-1)
-        for handle in handles:
-            handle.remove()
-        return result
-
-    wanted = log_p([look] * LAYERS).detach()
-    got = log_p([partial(splice, sae) for sae in saes])
-    kl = (wanted.exp() * (wanted - got)).sum(-1)[:, 1:].mean()
-    errors = [
-        (sae(x) - y).square().sum() / (y - y.mean(0)).square().sum()
-        for sae, (x, y) in zip(saes, clean, strict=True)
-    ]
-    loss = kl + weight * torch.stack(errors).mean()
-    return loss.item(), list(torch.autograd.grad(loss, [sae.W_dec for sae in saes]))
-
-
 def test_the_first_step_of_a_set_is_that_of_plain_torch(sae, home, model):
     train = TRAIN.replace("batchtopk", "topk")
     assert sae(train, *PAIRS, "--skip").status == 0
     old = [saecli.load_sae(name, home) for name in SET]
     done = sae(f"{TUNE} --tokens 3075 --only decoder --fvu-weight 2 --lr 1e-3 --json")
-    assert done.status == 0, done.err
     assert [run["run"] for run in done.json["runs"]] == TUNED
-    store = saecli.open_store(home / "activations" / "m-l0-mlp_in")
-    windows = store.split("train", fraction=TRAINED).windows()
-    texts = [token_ids.tolist() for token_ids, _ in windows]
-    loss, gradients = joint_loss(model, old, texts, 2.0)
+    saes = {f"model.layers.{layer}.mlp": own for layer, own in enumerate(old)}
+    loss, gradients = joint_loss(model, saes, saecli.open_store("m-l0-mlp_in", home), 2.0)
     for name, before, gradient in zip(TUNED, old, gradients, strict=True):
         (line,) = [line for line in read_metrics(home / "runs" / name) if "loss" in line]
         assert line["loss"] == pytest.approx(loss, rel=1e-4)
@@ -404,7 +356,6 @@ def test_the_first_step_of_a_set_is_that_of_plain_torch(sae, home, model):
 def test_the_better_set_is_kept_whole_and_measured_as_eval_does(sae, home, model):
     assert sae(TRAIN, *PAIRS, "--skip").status == 0
     done = sae(f"{TUNE} --tokens 60000 --lr 0.003 --json")
-    assert done.status == 0, done.err
     runs = done.json["runs"]
     before, after = ([run[when] for run in runs] for when in ("before", "after"))
     assert {run["kept"] for run in runs} == {"after"} and len({one["loss"] for one in after}) == 1
@@ -415,34 +366,23 @@ def test_the_better_set_is_kept_whole_and_measured_as_eval_does(sae, home, model
     acts = sae("eval", "u-*", "--model", model, "--together", "--split", "train", "--json").json
     old = sae("eval", "t-*", "--model", model, "--together", "--split", "train", "--json").json
     assert acts["together"]["kl"] < 0.9 * old["together"]["kl"]
-    done = sae("export", "u-*", "--to", "circuit-tracer", "--out", home / "set")
-    assert done.status == 0, done.err
+    sae("export", "u-*", "--to", "circuit-tracer", "--out", home / "set").succeeds()
     worse = sae(f"{TUNE[:-1]}v --tokens 9000 --lr 3 --json")
     assert {run["kept"] for run in worse.json["runs"]} == {"before"}
     for name in SET:
-        for key, tensor in weights(home, name).items():
-            torch.testing.assert_close(
-                weights(home, f"v-{name}")[key], tensor, rtol=1e-4, atol=1e-5
-            )
+        assert_same_weights(home, name, f"v-{name}", rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_set_killed_and_resumed_equals_one_never_stopped(sae, home):
-    assert sae(TRAIN, *PAIRS).status == 0
+def test_a_set_killed_and_resumed_equals_one_never_stopped(sae, set_home):
+    home = set_home
     words = [*TUNE.split(), "--tokens", "400000"]
     assert sae(*words).status == 0
     words[-3] = "k"
     signalled(home, words, "checkpoint.safetensors", LAYERS + 1)
     for name in ([], ["--name", f"k-{SET[0]}"], ["--name", f"k-{SET[1]}"]):
-        alone = sae("finetune", "--resume", *name)
-        assert alone.status == 1 and "one of a set that is trained at once" in alone.err
-    done = sae("finetune", "--resume", "--name", "k-*", "--json")
-    assert done.status == 0, done.err
-    alone = ["finetune", SET[0], "--tokens", "400000", "--name"]
-    assert sae(*alone, "whole").status == 0
-    signalled(home, [*alone, "killed"], "checkpoint.safetensors", 2)
-    assert sae("finetune --resume --name killed").status == 0
-    assert_same_weights(home, "whole", "killed")
+        sae("finetune", "--resume", *name).fails(1, "one of a set that is trained at once")
+    sae("finetune", "--resume", "--name", "k-*", "--json").succeeds()
     for name in SET:
         assert_same_weights(home, f"u-{name}", f"k-{name}")
         assert read_metrics(home / "runs" / f"u-{name}") == read_metrics(
@@ -451,20 +391,16 @@ def test_a_set_killed_and_resumed_equals_one_never_stopped(sae, home):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_set_that_one_does(sae, home):
-    assert sae(TRAIN, *PAIRS).status == 0
+def test_two_processes_train_the_set_that_one_does(sae, set_home):
+    home = set_home
     words = [*TUNE.split()[:-1], "alone", "--tokens", "30000", "--json"]
     alone = sae(*words).json["runs"]
     words[words.index("alone")] = "both"
     both = together(2, "--home", home, *words)
-    assert both.status == 0, both.err
     for one, other in zip(alone, both.json["runs"], strict=True):
         assert other["after"]["loss"] == pytest.approx(one["after"]["loss"], rel=1e-4)
     for name in SET:
-        for key, tensor in weights(home, f"alone-{name}").items():
-            torch.testing.assert_close(
-                weights(home, f"both-{name}")[key], tensor, rtol=1e-3, atol=1e-4
-            )
+        assert_same_weights(home, f"alone-{name}", f"both-{name}", rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -477,13 +413,5 @@ def test_two_processes_train_the_set_that_one_does(sae, home):
         ("t-m-l0-mlp_in seeded --together", "needs one split"),
     ],
 )
-def test_what_cannot_be_trained_at_once_is_refused_in_a_sentence(sae, home, words, sentence):
-    assert sae(TRAIN, *PAIRS).status == 0
-    alone = TRAIN.replace("--each", "")
-    pair = "--data m-l0-mlp_in --target m-l0-mlp_out"
-    sae(f"{alone} {pair} --name other")
-    seeded = "--data m-l1-mlp_in --target m-l1-mlp_out --split-seed 1"
-    sae(f"{alone} {seeded} --name seeded")
-    sae(f"{alone} --data m-l0-mlp_in --data m-l1-mlp_in --name crossed")
-    done = sae(f"finetune {words} --tokens 3000")
-    assert (done.status, sentence in " ".join(done.err.split())) == (2, True), done.err
+def test_what_cannot_be_trained_at_once_is_refused_in_a_sentence(sae, trained, words, sentence):
+    replace(sae, home=trained)(f"finetune {words} --tokens 3000").fails(2, sentence)

@@ -121,18 +121,6 @@ def test_tied_weights_stay_tied(data):
     assert torch.equal(sae.W_dec, sae.W_enc.T)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", KINDS, ids=str)
-def test_batchtopk_keeps_about_k_latents_of_rows_not_trained_on(config):
-    whole = sparse_mixture(1500).x
-    data, fresh = RowsInMemory(whole[:1000], batch_size=100), whole[1000:]
-    sae = trained(started(config, data, BatchTopK(k=3), epochs=15), data, 15)
-    assert (sae.encode(data.x) != 0).sum(1).double().mean().item() == pytest.approx(3, rel=1e-3)
-    kept = (sae.encode(fresh) != 0).sum(1).double()
-    assert kept.mean().item() == pytest.approx(3, rel=0.1)
-    assert kept.std() > 0.5
-
-
 def test_proximal_weights_hold_encoder_and_decoder_back(data):
     def moved(**weights: float) -> tuple[float, float]:
         solver = started(Pam(alpha=1.0, **weights), data, Relu())

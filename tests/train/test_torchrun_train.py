@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from homes import CommandLine, Done, make_run, make_store, random_sae, weights
+from homes import CommandLine, Done, assert_same_weights, make_run, make_store, random_sae
 from launching import PATIENCE, captured, launched, own_words, together, torchrun
 
 from saecli.sae.activations import TopK
@@ -83,9 +82,7 @@ def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> N
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for line, other in zip(lines, others, strict=True):
         assert line == pytest.approx(other, rel=rel, abs=1e-9)
-    tensors = weights(home, run)
-    for name, tensor in weights(home, expected).items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6)
+    assert_same_weights(home, expected, run, rtol=1e-5, atol=1e-6)
 
 
 def assert_same_result(found: dict, wanted: dict, rel: float = 1e-7) -> None:
@@ -99,8 +96,7 @@ def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tup
     make_store(sae.home, "rows", some_rows())
     words = ("train", *words)
     one = sae(*words, "--name", "one").json
-    done = together(processes, "--home", sae.home, *words, "--name", "several")
-    assert done.status == 0, done.err
+    done = together(processes, "--home", sae.home, *words, "--name", "several").succeeds()
     return one, done
 
 
@@ -197,7 +193,6 @@ def test_a_killed_training_goes_on_at_another_number_of_processes(
     assert own_words(done.err)[-1].startswith("sae: process 0 of 2: ")
     assert not json.loads((folder / "run.json").read_text())["complete"]
     resumed = together(3, "--home", sae.home, "train", "--resume", "--name", "killed", "--json")
-    assert resumed.status == 0, resumed.err
     assert resumed.json["epochs"] == epochs
     assert_same_run(sae.home, "killed", "whole")
 
@@ -209,8 +204,8 @@ def test_processes_whose_weights_differ_by_one_bit_keep_no_checkpoint(tmp_path: 
         [*torchrun(2), str(tmp_path / "program.py")],
         timeout=PATIENCE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=True,
     )
-    assert done.returncode == 0, done.stderr
     said = "the weights of 2 processes differ at step 0"
     assert done.stdout.count(said) == 2
 
@@ -243,10 +238,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
 )
 def test_what_fails_says_so_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows())
-    done = together(2, "--home", sae.home, "train", *COMMON, *words)
-    assert done.status == 1
-    assert "sae: process" in done.err
-    assert sentence in done.err
+    together(2, "--home", sae.home, "train", *COMMON, *words).fails(1, "sae: process", sentence)
     assert list((sae.home / "runs").iterdir()) == []
 
 

@@ -14,12 +14,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, assert_same_weights, grid, make_store, some_rows, weights
+from homes import CommandLine, assert_same_weights, make_store, some_rows, weights
 from launching import captured, python_with, signalled
 from safetensors.torch import load_file
 
 import saecli
-from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.values import Spread
@@ -27,38 +26,7 @@ from saecli.train import plan
 from saecli.train.rows import fit_normalisation
 from saecli.train.runs import read_metrics
 
-KEYS = (
-    "run path solver act data d_in d_sae rows_train rows_counted rows_test epochs steps seconds "
-    "rows_per_second warnings notes decoder_steps final"
-).split()
-FILES = (
-    "run.json config.toml metrics.jsonl loss.png checkpoint.safetensors sae.safetensors .lock"
-).split()
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("solver", "act"),
-    grid(["sgd", "sgd --tied", "pam", "pam-sgd"], list(ACTIVATIONS)),
-    ids=str,
-)
-def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
-    sae: CommandLine, solver: str, act: str
-):
-    make_store(sae.home, "rows", some_rows(1000))
-    k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
-    document = sae(f"train --solver {solver} --act {act}", *k, *QUICK).json
-    final = document["final"]
-    assert list(document) == KEYS
-    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= final.keys()
-    assert ("alpha" in final) == (not solver.startswith("sgd"))
-    (measured,) = sae("eval", document["run"], "--json").json["runs"]
-    assert measured["fvu"] == pytest.approx(final["test_fvu"], rel=1e-4)
-    assert measured["rows"] == document["rows_test"]
-    folder = Path(document["path"])
-    assert {path.name for path in folder.iterdir()} == {*FILES}
-    assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -81,7 +49,6 @@ def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
 ):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae(f"train {words}", *QUICK)
-    assert done.status == 0
     if said is None:
         assert done.json["warnings"] == []
         assert "warning" not in done.err + sae("eval").err
@@ -110,7 +77,7 @@ def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: Comman
     "words, moves",
     [
         ("--lr 1.5e-3 --lr-decay 0 --sparsity-weight 10", True),
-        ("--lr 1e-2 --sparsity-weight 1", False),
+        pytest.param("--lr 1e-2 --sparsity-weight 1", False, marks=pytest.mark.slow),
     ],
 )
 def test_an_l0_that_still_moves_is_warned_of(sae: CommandLine, words: str, moves: bool):
@@ -197,8 +164,7 @@ def test_steps_take_the_place_of_epochs_and_the_rows_that_of_a_larger_batch(sae:
     make_store(sae.home, "rows", some_rows(300))
     document = sae("train --steps 11 --batch-size 64 --d-sae 24 --json").json
     assert (document["steps"], document["epochs"]) == (11, 3)
-    done = sae("train --d-sae 24 --epochs 2 --batch-size 100000000 --name run --json")
-    assert done.status == 0
+    sae("train --d-sae 24 --epochs 2 --batch-size 100000000 --name run --json").succeeds()
     settled = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["training"]
     assert 200 < settled["batch_size"] < 300
 
@@ -272,11 +238,11 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
 def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train --solver sgd --lr 0.01 --lr 1e30 --name run", *QUICK[:-1])
-    assert done.status == 1
-    assert "run-lr1e+30: the loss became" in done.err and "run-lr0.01" in done.out
+    assert "run-lr0.01" in done.fails(1, "run-lr1e+30: the loss became").out
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
-    refused = sae("train --name run --lr 0.01 --lr 0.02", *QUICK)
-    assert refused.status == 1 and "there is a run named 'run-lr0.01' already" in refused.err
+    sae("train --name run --lr 0.01 --lr 0.02", *QUICK).fails(
+        1, "there is a run named 'run-lr0.01' already"
+    )
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
 
 
@@ -291,9 +257,9 @@ def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, m
         return None if name == "wandb" else find(name, *more)
 
     monkeypatch.setattr("importlib.util.find_spec", find_others)
-    done = sae("train", "--log-to", "wandb", *TRACKED)
-    assert done.status == 2
-    assert "install it with `pip install 'saecli[wandb]'`" in done.err
+    sae("train", "--log-to", "wandb", *TRACKED).fails(
+        2, "install it with `pip install 'saecli[wandb]'`"
+    )
     assert not list((sae.home / "runs").iterdir())
 
 
@@ -311,8 +277,7 @@ def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(
     assert "log in by `wandb login`, or set WANDB_MODE=offline" in done.stderr
     assert not list((sae.home / "runs").iterdir())
     own["WANDB_MODE"] = "offline"
-    done = captured(command, env=os.environ | own, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
+    captured(command, env=os.environ | own, stdin=subprocess.DEVNULL, check=True)
     folder = sae.home / "runs" / "run"
     (kept,) = folder.glob("wandb/offline-run-*/*.wandb")
     values = {value for line in read_metrics(folder) for value in line.values()} - {None}

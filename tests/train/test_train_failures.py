@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_run, make_store, random_sae, same_tensors, some_rows
+from homes import (
+    CommandLine,
+    change_json,
+    make_run,
+    make_store,
+    random_sae,
+    same_tensors,
+    some_rows,
+)
 from launching import captured
 from safetensors.torch import load_file
 from store_producer import Producer
@@ -26,19 +34,15 @@ def unfinished(sae: CommandLine, name: str = "run") -> Path:
     make_store(sae.home, "rows", some_rows(1000))
     assert sae("train", "--name", name, *QUICK).status == 0
     folder = sae.home / "runs" / name
-    change(folder, complete=False)
-    change_training(folder, epochs=3)
+    train_on(folder, epochs=3)
     return folder
 
 
-def change(folder: Path, **fields: object) -> None:
+def train_on(folder: Path, **settings: object) -> None:
+    """Make a finished run unfinished, with other settings."""
     marker = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**marker, **fields}))
-
-
-def change_training(folder: Path, **fields: object) -> None:
-    marker = json.loads((folder / "run.json").read_text())
-    change(folder, training={**marker["training"], **fields})
+    training = marker["training"] | settings
+    change_json(folder / "run.json", complete=False, result=None, training=training)
 
 
 def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae: CommandLine):
@@ -55,9 +59,9 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(
     sae: CommandLine, solver: str, lr: str
 ):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae(f"train --solver {solver} --batch-size 2000 --lr {lr} --epochs 9 --d-sae 24")
-    assert done.status == 1
-    assert "lower --lr" in done.err
+    done = sae(f"train --solver {solver} --batch-size 2000 --lr {lr} --epochs 9 --d-sae 24").fails(
+        1, "lower --lr"
+    )
     assert "unexpected" not in done.err
     for saved in sae.home.glob("runs/*/sae.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
@@ -70,10 +74,11 @@ def test_a_run_that_diverges_without_overflow_leaves_no_folder(
     sae: CommandLine, solver: str, act: str
 ):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae(f"train --d-sae 24 --epochs 3 --solver {solver} --act {act}")
-    assert done.status == 1
-    assert "training diverged: the train FVU is " in done.err
-    assert "; lower --lr, or look at the data; the run stops at step " in done.err
+    sae(f"train --d-sae 24 --epochs 3 --solver {solver} --act {act}").fails(
+        1,
+        "training diverged: the train FVU is ",
+        "; lower --lr, or look at the data; the run stops at step ",
+    )
     assert not list((sae.home / "runs").iterdir())
 
 
@@ -93,14 +98,12 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
     words = f"--solver sgd --epochs 2 --batch-size {batch_size} --d-sae 24 --lr 0.001".split()
     before = sae("train", "--name", "run", *words, "--json").json
     folder = sae.home / "runs" / "run"
-    change(folder, complete=False, result=None)
-    change_training(folder, epochs=6, lr=lr)
+    train_on(folder, epochs=6, lr=lr)
     kept = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
     for _ in range(2):
-        done = sae("train", "--resume", "--name", "run")
-        assert done.status == 1
-        assert said in done.err and "lower --lr" in done.err
-        assert "; its checkpoint of step " in done.err
+        sae("train", "--resume", "--name", "run").fails(
+            1, said, "lower --lr", "; its checkpoint of step "
+        )
         assert [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))] == kept
     steps = [line["step"] for line in read_metrics(folder) if "loss" in line]
     assert (steps[-1] > before["steps"]) == (lr < 1e30) and len(set(steps)) == len(steps)
@@ -113,8 +116,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
 def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     words = "--normalize none --lr 0.01 --batch-size 8 --d-sae 24 --epochs 1"
-    done = sae(f"train --solver sgd {words}")
-    assert done.status == 0, done.err
+    sae(f"train --solver sgd {words}").succeeds()
     first = read_metrics(sae.home / "runs" / "sgd-relu-1")[0]
     assert first["batch_fvu"] > 1e4
 
@@ -138,11 +140,9 @@ def test_a_run_of_another_version_or_on_other_rows_is_left_alone(
     sae: CommandLine, fields: dict, sentence: str
 ):
     folder = unfinished(sae)
-    change(folder, **fields)
+    change_json(folder / "run.json", **fields)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = sae("train", "--resume", "--name", "run")
-    assert done.status == 1
-    assert sentence in done.err
+    sae("train", "--resume", "--name", "run").fails(1, sentence)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     if "data_hash" in fields:
         assert "not the store that run was trained on" in sae("eval", "run").err
@@ -162,10 +162,8 @@ def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
 def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
     folder = unfinished(sae)
     lock = lock_folder(folder)
-    done = sae("train", "--resume", "--name", "run")
+    sae("train", "--resume", "--name", "run").fails(1, "another process is training run")
     os.close(lock)
-    assert done.status == 1
-    assert "another process is training run" in done.err
     assert sae("train", "--resume", "--name", "run").status == 0
 
 
@@ -207,7 +205,7 @@ def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: Comman
     whole = sae("train", "--name", "run", *QUICK).json
     folder = sae.home / "runs" / "run"
     (folder / "loss.png").unlink()
-    change(folder, complete=False, result=None)
+    change_json(folder / "run.json", complete=False, result=None)
     again = sae("train", "--resume", "--name", "run", "--json").json
     assert again["final"] == whole["final"]
     assert (folder / "loss.png").exists()
@@ -221,9 +219,9 @@ def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, norma
     for name, factor in (("subnormal", 1e-40), ("small", 1e-34), ("plain", 1)):
         make_store(sae.home, name, (rows * np.float64(factor)).astype(np.float32))
     words = ["train", *QUICK, "--normalize", normalize, "--data"]
-    refused = sae(*words, "subnormal")
-    assert refused.status == 2
-    assert "their spread must be at least 1e-35, got 1e-40; multiply them" in refused.err
+    sae(*words, "subnormal").fails(
+        2, "their spread must be at least 1e-35, got 1e-40; multiply them"
+    )
     small, plain = (
         sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain")
     )
@@ -273,8 +271,7 @@ def test_a_finished_run_without_its_checkpoint_is_not_overwritten(sae: CommandLi
     folder, thesis = sae.home / "runs" / "run", sae.home / "runs" / "thesis"
     (folder / "checkpoint.safetensors").unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = sae("train", "--name", "run", *QUICK)
-    assert done.status == 1 and "there is a run named 'run' already" in done.err
+    sae("train", "--name", "run", *QUICK).fails(1, "there is a run named 'run' already")
     thesis.mkdir()
     (thesis / "thesis.tex").write_text("x")
     assert "there is a run named 'thesis' already" in sae("train", "--name", "thesis", *QUICK).err
