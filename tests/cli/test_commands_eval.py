@@ -19,7 +19,7 @@ from homes import (
 )
 
 import saecli
-from saecli.sae.activations import Relu, TopK
+from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.split import is_test
@@ -129,6 +129,16 @@ def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
     assert [run["unbeaten"] for run in sae("eval", "a", "c", "--json").json["runs"]] == [None, None]
     *beside, alone = (run["unbeaten"] for run in sae("eval", *"abc", "--json").json["runs"])
     assert alone is None and {*beside} <= {True, False} and any(beside)
+
+
+def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: CommandLine, tmp_path):
+    make_run(sae.home, "native", random_sae(JumpRelu()))
+    save(SavedSAE(random_sae(JumpRelu())), "dictionary-learning", tmp_path / "theirs")
+    done = sae("eval", "native", tmp_path / "theirs", "--json")
+    assert "using the newest store, rows" in done.err
+    native, theirs = done.json["runs"]
+    for key in ("rows", "mse", "fvu", "cosine", "l0", "silent_fraction"):
+        assert theirs[key] == pytest.approx(native[key], rel=1e-4)
 
 
 def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLine, tmp_path: Path):

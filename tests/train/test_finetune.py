@@ -16,7 +16,7 @@ from homes import (
     some_rows,
     weights,
 )
-from launching import signalled
+from launching import signalled, together
 from tiny_models import WIDTH, save_model
 from torch import Tensor
 from torch.nn import functional
@@ -201,6 +201,16 @@ def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
         rows = JoinedRows((first,), second) if of_transcoder else JoinedRows((second, third))
         measured = saecli.evaluate(document["run"], rows, model=model, home=home)
         assert measured["kl"] == pytest.approx(document[document["kept"]]["kl"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(sae, home):
+    begun(home, BatchTopK(k=4))
+    words = ["finetune", "old", "--tokens", "30000", "--json"]
+    alone = sae(*words, "--name", "alone").json
+    both = together(2, "--home", home, *words, "--name", "both")
+    assert both.json["after"]["loss"] == pytest.approx(alone["after"]["loss"], rel=1e-4)
+    assert_same_weights(home, "alone", "both", rtol=1e-3, atol=1e-4)
 
 
 def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
