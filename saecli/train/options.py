@@ -52,7 +52,6 @@ MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
 RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is held to the end
-VECTORS = 2  # of the optimiser per trained weight, besides the weight and its gradient
 
 
 def check_prefixes(text: str) -> str:
@@ -260,9 +259,7 @@ class SolverConfig(Config, ABC):
         )
 
     @abstractmethod
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
+    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The solver's peak memory per process in bytes, without the codes of a batch."""
 
 
@@ -327,11 +324,9 @@ class Sgd(Paper, Revival, SolverConfig):
         ),
     ] = False
 
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
-        """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
-        matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
+    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+        """Weights, gradients, Adam's two moments, and for `mu_enc` the encoder's reference, in float32."""
+        matrices = 4 * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae
 
 
@@ -362,22 +357,20 @@ class ClosedForm(SolverConfig):
         ),
     ] = "auto"
 
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
+    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
         from .ridge import plan
 
         ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
         solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.other_bytes(rows, batch_size, d_in, d_sae)
+        return solving + self.other_bytes(rows, d_in, d_sae)
 
-    def other_bytes(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+    def other_bytes(self, rows: int, d_in: int, d_sae: int) -> int:
         """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
         from .decoder_step import sampled_bytes
 
-        weights = 4 * (3 + self.trained * (1 + VECTORS)) * d_in * d_sae
-        return sampled_bytes(rows, d_in, d_sae) + weights
+        matrices = 3 + 3 * self.trained  # with gradients and Adam's two moments
+        return sampled_bytes(rows, d_in, d_sae) + 4 * matrices * d_in * d_sae
 
 
 @dataclass(frozen=True)

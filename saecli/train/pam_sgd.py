@@ -89,8 +89,8 @@ class PamSolver(Solver):
         self.figures = dict.fromkeys(FIGURES, math.nan)
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self.encoder_norm = dictionary.W_enc.norm().item()  # at the start
-        width, batch_size = max(initial.d_in, initial.d_out), task.training.batch_size
-        self._memory = task.memory - config.other_bytes(task.rows, batch_size, width, initial.d_sae)
+        width = max(initial.d_in, initial.d_out)
+        self._memory = task.memory - config.other_bytes(task.rows, width, initial.d_sae)
 
     def passes(self) -> dict[int, Pass]:
         """When decoder steps are due, by the encoder steps before them: after each epoch over all rows."""

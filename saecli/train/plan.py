@@ -277,12 +277,11 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> in
     if communicator.world_size > 1:
         _demand_processes(plan, trainings, communicator.world_size)
 
-    def with_batches(batch_size: int) -> tuple[int, int]:
-        batch = 3 * 4 * max(batch_size, BLOCK_ROWS) * d_sae  # codes, their gradients, a copy
-        width = max(rows.d_in, rows.d_target)
-        return batch, batch + solver.memory(rows.rows, batch_size, width, d_sae, training.nested)
-
-    batch, needed = with_batches(training.batch_size)
+    row = 3 * 4 * d_sae  # codes, their gradients, a copy
+    batch = row * max(training.batch_size, BLOCK_ROWS)
+    width = max(rows.d_in, rows.d_target)
+    solving = solver.memory(rows.rows, width, d_sae, training.nested)
+    needed = batch + solving
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
     free = int(least_free.item()) // trainings
@@ -292,7 +291,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> in
             f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
             f"free{each}"
         )
-        if training.batch_size > BLOCK_ROWS and with_batches(BLOCK_ROWS)[1] <= free:
+        if training.batch_size > BLOCK_ROWS and row * BLOCK_ROWS + solving <= free:
             raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
         raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
     return free - batch
