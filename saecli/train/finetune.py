@@ -39,7 +39,7 @@ from ..store.split import Split
 from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
-from .options import TRAINED, TrainingConfig
+from .options import MEASURED_ROWS, TRAINED, TrainingConfig
 from .plan import split_kept_out
 from .rows import ArrayRows
 from .runs import CHECKPOINT, Run, RunRecord, claimed, load_checkpoint, save_checkpoint
@@ -47,7 +47,7 @@ from .start import Start, fingerprint
 from .through import FinetunePlan, SplicedText, ThroughLoop, TogetherLoop
 from .training import Progress, Record, Training, start_training
 
-SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
+SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
 
 
 Named = tuple[Sequence[str], str | None]  # stores, and a target
@@ -128,7 +128,7 @@ class Opened:
         train, test = processes.broadcast_object(
             lambda: (
                 spliced.activations(shuffled, SAMPLE_TOKENS, acts),
-                spliced.activations(spliced.test, TEST_TOKENS, acts),
+                spliced.activations(spliced.test, MEASURED_ROWS, acts),
             )
         )
         together = tuple(acts) if config.together else ()
@@ -189,7 +189,7 @@ def _read_text(
     check_rows(train, model.source)
     check_vocabulary(train, model)
     windows = [*stored_windows(train, tokens)]
-    return SplicedText(Passes(model), acts, windows, [*stored_windows(test, TEST_TOKENS)])
+    return SplicedText(Passes(model), acts, windows, [*stored_windows(test, MEASURED_ROWS)])
 
 
 def _stream_text(
@@ -213,7 +213,7 @@ def _stream_text(
         whole=True,
     )
     parts: tuple[list[StoredWindow], list[StoredWindow]] = [], []
-    left = [extract.rows, TEST_TOKENS]
+    left = [extract.rows, MEASURED_ROWS]
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
     documents = extraction.text.documents(note=listener.note)
     for window in extraction.windows().cut(documents):

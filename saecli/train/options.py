@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 TRAIN_ON = 0.25  # learning rate with --init, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
@@ -47,7 +45,7 @@ TRAINED = 0.9  # least part of the training documents that is trained on; see `s
 # Rows kept out to set thresholds on, if that leaves `TRAINED`. On rows that were fitted L0 is lower than on others: of
 # SmolLM2-135M-Instruct, layer 15, 20,000 rows, batchtopk 32 had L0 33 on training rows and 53 on held-out ones.
 CALIBRATION_ROWS = 4096
-MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
+MEASURED_ROWS = 16_384  # of a text without a store, to measure on
 
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
@@ -109,13 +107,13 @@ class TrainingConfig(Config):
     lr_warm_up: Annotated[
         Fraction,
         Shown("Fraction of all steps over which the learning rate rises from 0.", advanced=True),
-    ] = WARM_UP
+    ] = 0.02
     lr_decay: Annotated[
         Fraction,
         Shown(
             "Last fraction of all steps, over which the learning rate falls to 0.", advanced=True
         ),
-    ] = DECAY
+    ] = 0.5
     smoothing: Annotated[
         Annotated[float, Ge(0), Le(10)] | Literal["auto"],
         Shown(
@@ -138,7 +136,7 @@ class TrainingConfig(Config):
     sparsity_weight: Annotated[
         float | None,
         Ge(0),
-        Le(MOST_WEIGHT),
+        Le(1e12),  # the square of the gradient must be finite in float32
         Shown(
             "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
             " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "

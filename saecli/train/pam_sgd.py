@@ -29,8 +29,6 @@ from .options import ClosedForm, Pam
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
 from .solver import Draws, Solver, StepReport, Task
 
-# A given alpha is warned about if N / d_sae is between 1/2 and 2, and degrees of freedom above this fraction of N.
-THRESHOLD_FRACTION = 0.8
 FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual", "dof")  # of the last solution
 
 
@@ -229,8 +227,8 @@ class PamSolver(Solver):
     def notes(self) -> list[str]:
         chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae
         notes = []
-        at_threshold = 1 / 2 <= rows / latents <= 2
-        if not chosen and at_threshold and self.figures["dof"] > THRESHOLD_FRACTION * rows:
+        at_threshold = 1 / 2 <= rows / latents <= 2 and self.figures["dof"] > 0.8 * rows
+        if not chosen and at_threshold:
             notes.append(
                 f"--alpha {self.alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself "
                 f"with {latents:,} latents, which is where the error on other rows peaks; use --alpha "

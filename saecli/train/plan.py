@@ -31,8 +31,6 @@ from .options import (
 from .rows import BLOCK_ROWS
 from .start import Start
 
-AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
-OVERFITTED = 1.5  # held-out FVU over that of training rows, above which a user is warned
 ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
@@ -247,7 +245,7 @@ def _prefixes(prefixes: str | None, d_sae: int) -> str | None:
     if prefixes is None:
         return None
     if prefixes == "auto":
-        numbers = [math.ceil(d_sae / ratio) for ratio in AUTO_PREFIXES]
+        numbers = [math.ceil(d_sae / ratio) for ratio in (16, 4, 2)]
     else:
         numbers = [int(word) for word in prefixes.split(",")]
     if max(numbers) > d_sae:
@@ -338,7 +336,8 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     if doubts_at_start(plan):
         doubted.pop("l0", None)
     warnings = [f"{which} {words}; {advice[name]}" for name, words in doubted.items()]
-    if "fvu" not in doubted and test["fvu"] > OVERFITTED * train["fvu"]:
+    overfitted = test["fvu"] > 1.5 * train["fvu"]
+    if overfitted and "fvu" not in doubted:
         warnings.append(
             f"held-out FVU {number(test['fvu'])} is far above that of training rows, "
             f"{number(train['fvu'])}: rows are fitted by heart; train on more, or use a smaller --d-sae"

@@ -35,7 +35,6 @@ LOG_EVERY = 20  # steps between lines of measures, and between checks for diverg
 # Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
 # a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
 DIVERGED = 1e6
-MOVING = 0.05  # change of L0 over the last tenth of the steps, from which it is said
 ADVICE = "lower --lr, or look at the data"
 
 
@@ -453,7 +452,7 @@ def doubt_of_l0(plan: Plan, progress: Progress) -> list[str]:
     """A warning if a penalty of fixed weight has not brought L0 to rest; a tenth of fewer steps has no line."""
     before, now = progress.l0_before, progress.l0
     told = plan.training.penalised and plan.steps >= 10 * LOG_EVERY
-    if not told or abs(now - before) <= MOVING * before:
+    if not told or abs(now - before) <= 0.05 * before:
         return []
     return [
         f"L0 was still moving at the end, from {number(before)} to {number(now)} over the last tenth of "
