@@ -126,17 +126,8 @@ class Moments:
         elif several and isinstance(self.system, Sums | StreamedCodes):
             self.system.reduce(communicator.all_reduce)
         if several and self.solved_together:
-            count = communicator.broadcast_object(lambda: len(z))
-            z = _broadcast_rows(z, count, communicator)
-            y = _broadcast_rows(y, count, communicator)
+            z, y = communicator.broadcast_rows(z), communicator.broadcast_rows(y)
         self.z, self.y = z, y
-
-
-def _broadcast_rows(rows: Tensor, count: int, communicator: Communicator) -> Tensor:
-    rows = rows.contiguous()
-    if not communicator.is_main:
-        rows = rows.new_empty(count, rows.shape[1])
-    return communicator.broadcast(rows)
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:

@@ -240,10 +240,7 @@ class Solver:
             directions = directions_of_worst(
                 x, residual, count, self.draws(self.steps, Draws.REVIVAL)
             )
-        drawn = communicator.broadcast_object(lambda: len(directions))
-        if not communicator.is_main:
-            directions = residual.new_empty(drawn, residual.shape[1])
-        return communicator.broadcast(directions)
+        return communicator.broadcast_rows(directions)
 
     @torch.no_grad()
     def calibrate(self) -> None:
