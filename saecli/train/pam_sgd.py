@@ -14,7 +14,7 @@ due `decoder_step`, `add` with the rows of its pass, and `update`. `--solver pam
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import Moments, Pass, broadcast_state, penalty_decay, settles
 from .options import ClosedForm, Pam
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
-from .solver import Draws, Solver, StepReport, Task
+from .solver import Draws, Solver, Task
 
 FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual", "dof")  # of the last solution
 
@@ -71,7 +71,6 @@ class PamSolver(Solver):
     dictionary: Coupled
     c = 0.0  # W_dec = c W_enc' + Delta: the unknown Delta is W_dec itself
     solved_for: tuple[str, ...] = ("Delta", "W_skip", "b_dec")  # which descent holds
-    upkeep: Sequence[Callable[[Any, DecoderStep, DecoderState], None]] = ()
 
     def __init__(
         self, initial: SAE, task: Task, config: ClosedForm, communicator: Communicator = ALONE
@@ -103,10 +102,6 @@ class PamSolver(Solver):
             for number, step in enumerate(steps)
         }
 
-    def step(self, batch: Batch) -> StepReport:
-        """W_enc, b_enc: a step of descent on the rows of a batch, the decoder held."""
-        return super().step(batch)
-
     def decoder_step(self, due: Pass, reread: Callable[[], Iterable[Batch]]) -> DecoderStep:
         """Begin a decoder step; `reread` gives the rows of its pass once more."""
         return DecoderStep(self, due, reread)
@@ -117,33 +112,31 @@ class PamSolver(Solver):
         state = step.finish()
         self.dictionary.set_decoder(state.c, state.Delta, state.b, state.skip)
         self._keep_figures(state)
-        for mend in self.upkeep:
-            mend(self, step, state)
+        self.mend(step, state)
         self.hold_encoder()
+
+    def mend(self, step: DecoderStep, state: DecoderState) -> None:
+        """Change latents after a decoder step; Algorithm 3.1 changes none."""
 
     def terms(self, step: Pass, moments: Moments, alpha: float) -> Terms:
         """The quadratic terms, in proportion to the rows of the pass."""
         config = self.config if isinstance(self.config, Pam) else Pam()
         fraction = moments.rows / self.task.rows
-        W_dec, b_dec = self._decoder_before(moments)
+        b_dec = self.dictionary.b_dec.detach()
+        if moments.skip is not None:
+            b_dec = torch.cat([b_dec, b_dec.new_zeros(self.dictionary.d_in)])
         return Terms(
             fraction * alpha,
             fraction * config.beta,
             fraction * config.mu_dec,
             fraction * config.nu_dec,
             direction=None,
-            W_t=W_dec,
+            W_t=self.dictionary.decoder().detach(),
             b_t=b_dec,
             decay=self._decay(step, moments),
             joint=config.bias == "joint",
             skip=moments.skip,
         )
-
-    def _decoder_before(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        b_dec = self.dictionary.b_dec.detach()
-        if moments.skip is not None:
-            b_dec = torch.cat([b_dec, b_dec.new_zeros(self.dictionary.d_in)])
-        return self.dictionary.decoder().detach(), b_dec
 
     def _decay(self, due: Pass, moments: Moments) -> Tensor:
         """The penalty on decoder norms, as quadratics; the last pass leaves it out."""

@@ -194,10 +194,11 @@ class TrainingRows:
 
     def shuffled(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch, without the `first` batches."""
-        part = part_of(self.communicator)
+        part, size = part_of(self.communicator), self.batch_size
+        own = self.stored.batches(size, seed=self.seed, epoch=epoch, part=part, first=first)
         yield from self._in_all(
-            self._batches(epoch, part, first),
-            self.batch_size,
+            self._normalised(own),
+            size,
             lambda number, size: torch.arange(*part.of(size)),
             first,
         )
@@ -288,11 +289,6 @@ class TrainingRows:
             numbers = index(number, size)
             rows = next(own) if numbers is None or len(numbers) else empty
             yield Batch.of(rows, self.d_in, size, numbers)
-
-    def _batches(self, epoch: int, part: Part = WHOLE, first: int = 0) -> Iterator[Tensor]:
-        size, seed = self.batch_size, self.seed
-        batches = self.stored.batches(size, seed=seed, epoch=epoch, part=part, first=first)
-        return self._normalised(batches)
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean

@@ -166,8 +166,7 @@ class Training:
         """The current SAE, acting on raw activations; at the end the better one."""
         if self.comparison is not None:
             return self.comparison.sae(self.solver.dictionary)
-        sae = self.solver.dictionary.sae().without_training_parameters()
-        return on_raw_rows(sae, self.rows.normalisation)
+        return on_raw_rows(self.solver.sae(), self.rows.normalisation)
 
     def take(self, report: StepReport) -> None:
         """Count a step; every `LOG_EVERY` steps a line of measures."""
