@@ -47,8 +47,7 @@ class Moments:
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self.system = system
-        self._activation, self._sparsity = dictionary.activation, sparsity
-        self._parameters = dictionary.activation_parameters
+        self._dictionary, self._sparsity = dictionary, sparsity
         self._stride = max(1, math.ceil(rows / BLOCK_ROWS))
         # All rows are collected, not only the sampled ones.
         self._holds = isinstance(system, HeldRows)
@@ -58,10 +57,9 @@ class Moments:
         self.norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
         # Rows on which each latent fires, (F,).
         self.firings = torch.zeros(len(W_dec), dtype=torch.int64, device=W_dec.device)
-        self._W_skip = dictionary.W_skip
         self.skip: SkipSums | None = None
         width = dictionary.d_out
-        if self._W_skip is not None:
+        if dictionary.W_skip is not None:
             self.skip = SkipSums(dictionary.d_in, dictionary.d_out, W_dec.device)
             width += dictionary.d_in
         # Of the sampled rows: codes (n, F), targets (n, E), and their numbers among all rows.
@@ -90,9 +88,9 @@ class Moments:
         self._seen += batch.size
         if not len(batch.x):
             return
-        y = batch.y
-        if self.skip is not None and self._W_skip is not None:
-            y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
+        y, dictionary = batch.y, self._dictionary
+        if self.skip is not None and dictionary.W_skip is not None:
+            y = torch.addmm(y, batch.x, dictionary.W_skip.detach(), alpha=-1)
             self.skip.add(batch.x, y)
             y = torch.cat([y, batch.x], 1)
         stride = 1 if self._holds else self._stride
@@ -104,8 +102,8 @@ class Moments:
             self._numbers.append(numbers[sampled])
         if isinstance(self.system, Sums | StreamedCodes):
             self.system.add(codes, y)
-        self.norm_weights += self._activation.norm_weights(
-            self._sparsity, codes, self._weighed, self._parameters
+        self.norm_weights += dictionary.activation.norm_weights(
+            self._sparsity, codes, self._weighed, dictionary.activation_parameters
         )
         self.firings += codes.latent_counts()
 

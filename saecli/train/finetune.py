@@ -1,7 +1,7 @@
 """`sae finetune`: a finished SAE trained on through the language model that it acts in; see `through.py`."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,13 +133,12 @@ class Opened:
         )
         together = tuple(acts) if config.together else ()
         parts = []
-        for number, ((one, saved), at) in enumerate(zip(opened, acts, strict=True)):
-            sae = saes[number]
+        of_saes = zip(saes, opened, acts, stores, train, test, strict=True)
+        for sae, (one, saved), at, its_stores, rows, test_rows in of_saes:
             name = lasting_name(home, one.name if sae is None else sae, one)
             start = Start(name, fingerprint(saved.sae), saved.sae)
             its_text = replace(spliced, hooked=at, together=together)
-            rows = train[number], test[number]
-            parts.append(cls(stores[number], start, its_text, *rows, subject.split_seed))
+            parts.append(cls(its_stores, start, its_text, rows, test_rows, subject.split_seed))
         return parts
 
     def run(self, settings: Settings, created: str) -> "FinetuneRun":
@@ -239,10 +238,6 @@ class Members(NamedTuple):
     folders: Sequence[Path]
     states: dict[str, Tensor]  # by run/name
 
-    @classmethod
-    def of(cls, folders: Iterable[Path]) -> Self:
-        return cls(sorted(folders), {})
-
     def demand_whole(self) -> None:
         """RunError unless the set has a checkpoint, and these are all its runs."""
         saved, names = load_checkpoint(self.folders[0]), {folder.name for folder in self.folders}
@@ -299,7 +294,7 @@ class FinetuneRun(Run):
     def records(self, runs: Mapping[Path, Run], listener: Listener) -> list[RunRecord]:
         if not self.plan.as_one:
             return super().records(runs, listener)
-        members = Members.of(runs)
+        members = Members(sorted(runs), {})
         return [MemberRecord(run, folder, listener, members) for folder, run in runs.items()]
 
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
@@ -359,7 +354,7 @@ def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitSt
             f"writes ({error}); begin it anew"
         ) from error
     if settings.config.together:
-        Members.of(folders).demand_whole()
+        Members(sorted(folders), {}).demand_whole()
     elif len(folders) > 1:
         raise RunError(
             f"cannot go on with {len(folders)} runs at once: {folder.name} is no part of a set; name one with --name"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 import numpy.typing
@@ -235,13 +236,10 @@ class TrainingRows:
 
     def sample_of(self, stored: RowSource, count: int) -> Batch:
         """The first rows in shuffled order, or all."""
-        batches, seen = [], 0
-        for batch in self._normalised(stored.batches(self.batch_size, seed=self.seed, epoch=0)):
-            batches.append(batch)
-            seen += len(batch)
-            if seen >= count:
-                break
-        return Batch.of(torch.cat(batches)[:count], self.d_in)
+        batches = stored.batches(self.batch_size, seed=self.seed, epoch=0)
+        enough = islice(batches, math.ceil(count / self.batch_size))
+        rows = torch.cat([*self._normalised(enough)])
+        return Batch.of(rows[:count], self.d_in)
 
     @cached_property
     def regression(self) -> Tensor | None:

@@ -19,8 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..base.processes import ALONE, Communicator
-from ..sae.dictionary import SAE, Dictionary
+from ..sae.dictionary import Dictionary
 from .decoder_step import Kind, Moments, Pass, settles
 from .options import RELEASE, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
 from .pam_sgd import DecoderStep, PamSolver
@@ -41,12 +40,6 @@ class PamSgdSolver(PamSolver):
     config: PamSgd
     c = 1.0
     solved_for = ("Delta", "W_skip")
-
-    def __init__(
-        self, initial: SAE, task: Task, config: PamSgd, communicator: Communicator = ALONE
-    ) -> None:
-        super().__init__(initial, task, config, communicator)
-        self.re_aims = config.revive
 
     def passes(self) -> dict[int, Pass]:
         task, config, d_sae = self.task, self.config, self.dictionary.d_sae
