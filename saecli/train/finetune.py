@@ -182,7 +182,6 @@ def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Li
 def _read_text(
     stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int
 ) -> SplicedText:
-    """Windows of the tokens of a store."""
     train, test = split_kept_out(stores.inputs[0], seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)

@@ -103,7 +103,6 @@ class PamSolver(Solver):
         }
 
     def decoder_step(self, due: Pass, reread: Callable[[], Iterable[Batch]]) -> DecoderStep:
-        """Begin a decoder step; `reread` gives the rows of its pass once more."""
         return DecoderStep(self, due, reread)
 
     @torch.no_grad()

@@ -241,7 +241,6 @@ def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) 
 
 
 def _prefixes(prefixes: str | None, d_sae: int) -> str | None:
-    """Rising numbers of latents, the last one all."""
     if prefixes is None:
         return None
     if prefixes == "auto":

@@ -190,7 +190,6 @@ class ThroughModel(Solver):
         return StepReport(self.steps, rows, loss, squared_error, l0)
 
     def _descend_part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
-        """Add the gradient of some of a step's windows; returns their parts of the loss, squared error and L0."""
         hooked, normalisation = batch.text.hooked, batch.normalisation
         clean = CleanPass(batch.text.passes, windows, hooked.reads, hooked.writes)
         codes, y_hat, predicted = self.predicted(clean.x, normalisation)

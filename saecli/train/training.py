@@ -32,9 +32,6 @@ from .start import Start, default_learning_rate, initial_sae, rescaled, shaped
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
 LOG_EVERY = 20  # steps between lines of measures, and between checks for divergence
-# Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
-# a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
-DIVERGED = 1e6
 ADVICE = "lower --lr, or look at the data"
 
 
@@ -201,9 +198,11 @@ class Training:
 
     @cached_property  # it waits for the device
     def _worst_fvu(self) -> float:
-        """The FVU above which training has diverged."""
+        """The FVU above which training has diverged: a million times that of reconstructing every row as 0. Steps
+        against a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next one recovers.
+        """
         targets = self.rows.sample.y.square().sum(1).mean() / self.rows.normalisation.variance
-        return DIVERGED * max(1.0, targets.item())
+        return 1e6 * max(1.0, targets.item())
 
     def demand_convergence(self, sae: SAE) -> None:
         """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
