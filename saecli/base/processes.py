@@ -55,6 +55,13 @@ class Communicator:
                 dist.broadcast(tensor, 0)
         return tensor
 
+    def broadcast_rows(self, rows: Tensor) -> Tensor:
+        """Rank 0's rows, (n, ...), of which the others need not know the number."""
+        count = self.broadcast_object(lambda: len(rows))
+        if not self.is_main:
+            rows = rows.new_empty(count, *rows.shape[1:])
+        return self.broadcast(rows.contiguous())
+
     def gather(self, rows: Tensor) -> Tensor:
         """All processes' rows, (n, ...), by rank, on rank 0; the others get back their own."""
         if self.world_size == 1:

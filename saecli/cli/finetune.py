@@ -66,7 +66,7 @@ def command(
 def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
     """The runs to train: of one SAE one for each combination of options, or one for each SAE of a set."""
     from ..train.finetune import Opened, Settings
-    from ..train.jobs import NewRun, claim_jobs, run_names
+    from ..train.jobs import Job, claim_folder, run_names
 
     saes, data, name = (session.options[option] for option in ("runs", "data", "name"))
     saes = saes or [None]
@@ -83,13 +83,14 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
     settings = [Settings.of(option.values) for option in options]
     named = [(data, None)] * len(saes) if data else []
     opened = Opened.open(session.home, saes, settings[0], named, session.console)
-    created, new_runs = now(), []
+    stem = f"finetune-{opened[0].text.hooked.sae.activation.name}"
+    created, jobs = now(), []
     names = run_names(name, [option.varied for option in options])
     for one in opened:
         if together:
             names = [checked_name(f"{name or 'together'}-{Path(one.start.name).name}")]
         for its_name, its_settings, option in zip(names, settings, options, strict=True):
             run = one.run(its_settings, created)
-            new_runs.append(NewRun(its_name, run, option.values, option.varied))
-    stem = f"finetune-{opened[0].text.hooked.sae.activation.name}"
-    return claim_jobs(session.home, new_runs, stem, session.console, claims)
+            folder = claim_folder(session.home, its_name, stem, claims)
+            jobs.append(Job(folder, run, option.values, option.varied))
+    return [jobs]

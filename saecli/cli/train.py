@@ -204,7 +204,7 @@ def demand_alone(session: Session) -> None:
 def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
     """Groups of runs to train together: one for each store of `--each`, with a run for each combination of options."""
     from ..train.fit import make_plan
-    from ..train.jobs import NewRun, claim_jobs
+    from ..train.jobs import Job, claim_folder, known_job
     from ..train.jobs import run_names as names_of
     from ..train.runs import Run
     from ..train.start import Start
@@ -226,13 +226,23 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
         begun = start_sae is not None
         source, rows_of = _rows(session, options[0].values, (data, target), claims, begun)
         prefix = f"{name or stem}-{Path(data[0]).name}" if each else name
-        new_runs = []
         names = names_of(prefix, [option.varied for option in options])
-        for run_name, option in zip(names, options, strict=True):
-            plan = make_plan(rows_of, solver, act, option.values, start_sae)
+        plans = [make_plan(rows_of, solver, act, option.values, start_sae) for option in options]
+        new = []
+        for run_name, option, plan in zip(names, options, plans, strict=True):
+            run, known = Run(source, plan, now()), None
+            if each and run_name is not None:
+                known = known_job(
+                    session.home, run_name, run, option.varied, session.console, claims
+                )
+            if known is not None:
+                groups.append([known])
+                continue
             given = {key: value for key, value in option.values.items() if key not in of_rows}
-            new_runs.append(NewRun(run_name, Run(source, plan, now()), given, option.varied))
-        groups += claim_jobs(session.home, new_runs, stem, session.console, claims, continues=each)
+            folder = claim_folder(session.home, run_name, stem, claims)
+            new.append(Job(folder, run, given, option.varied))
+        if new:
+            groups.append(new)
     return groups
 
 

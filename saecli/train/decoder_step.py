@@ -19,9 +19,6 @@ from ..sae.dictionary import Batch, Dictionary
 from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
 from .rows import BLOCK_ROWS
 
-# Least mean norm of the decoder, over the encoder's at the start; least of a latent, over the mean.
-LEAST_SIZE = 1e-2
-
 Kind = Literal["mid", "release", "last"]
 
 
@@ -47,8 +44,7 @@ class Moments:
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self.system = system
-        self._activation, self._sparsity = dictionary.activation, sparsity
-        self._parameters = dictionary.activation_parameters
+        self._dictionary, self._sparsity = dictionary, sparsity
         self._stride = max(1, math.ceil(rows / BLOCK_ROWS))
         # All rows are collected, not only the sampled ones.
         self._holds = isinstance(system, HeldRows)
@@ -58,10 +54,9 @@ class Moments:
         self.norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
         # Rows on which each latent fires, (F,).
         self.firings = torch.zeros(len(W_dec), dtype=torch.int64, device=W_dec.device)
-        self._W_skip = dictionary.W_skip
         self.skip: SkipSums | None = None
         width = dictionary.d_out
-        if self._W_skip is not None:
+        if dictionary.W_skip is not None:
             self.skip = SkipSums(dictionary.d_in, dictionary.d_out, W_dec.device)
             width += dictionary.d_in
         # Of the sampled rows: codes (n, F), targets (n, E), and their numbers among all rows.
@@ -90,9 +85,9 @@ class Moments:
         self._seen += batch.size
         if not len(batch.x):
             return
-        y = batch.y
-        if self.skip is not None and self._W_skip is not None:
-            y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
+        y, dictionary = batch.y, self._dictionary
+        if self.skip is not None and dictionary.W_skip is not None:
+            y = torch.addmm(y, batch.x, dictionary.W_skip.detach(), alpha=-1)
             self.skip.add(batch.x, y)
             y = torch.cat([y, batch.x], 1)
         stride = 1 if self._holds else self._stride
@@ -104,8 +99,8 @@ class Moments:
             self._numbers.append(numbers[sampled])
         if isinstance(self.system, Sums | StreamedCodes):
             self.system.add(codes, y)
-        self.norm_weights += self._activation.norm_weights(
-            self._sparsity, codes, self._weighed, self._parameters
+        self.norm_weights += dictionary.activation.norm_weights(
+            self._sparsity, codes, self._weighed, dictionary.activation_parameters
         )
         self.firings += codes.latent_counts()
 
@@ -126,17 +121,8 @@ class Moments:
         elif several and isinstance(self.system, Sums | StreamedCodes):
             self.system.reduce(communicator.all_reduce)
         if several and self.solved_together:
-            count = communicator.broadcast_object(lambda: len(z))
-            z = _broadcast_rows(z, count, communicator)
-            y = _broadcast_rows(y, count, communicator)
+            z, y = communicator.broadcast_rows(z), communicator.broadcast_rows(y)
         self.z, self.y = z, y
-
-
-def _broadcast_rows(rows: Tensor, count: int, communicator: Communicator) -> Tensor:
-    rows = rows.contiguous()
-    if not communicator.is_main:
-        rows = rows.new_empty(count, rows.shape[1])
-    return communicator.broadcast(rows)
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
@@ -172,9 +158,11 @@ def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tenso
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
     penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the penalised norms, summed
     over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
+    Norms count as at least a hundredth of their mean, which counts as at least a hundredth of the encoder's at the
+    start, of Frobenius norm `size`.
     """
     W_dec = dictionary.decoder().detach().double()
     penalised = dictionary.weighed(W_dec).norm(dim=1)
     norms = W_dec.square().sum(1) / penalised.clamp(min=torch.finfo(torch.float64).tiny)
-    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
-    return weights / (2 * norms.clamp(min=LEAST_SIZE * mean))
+    mean = max(norms.mean().item(), 0.01 * size / math.sqrt(len(norms)))
+    return weights / (2 * norms.clamp(min=0.01 * mean))

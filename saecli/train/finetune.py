@@ -1,7 +1,7 @@
 """`sae finetune`: a finished SAE trained on through the language model that it acts in; see `through.py`."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from ..store.split import Split
 from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
-from .options import TRAINED, TrainingConfig
+from .options import MEASURED_ROWS, TRAINED, TrainingConfig
 from .plan import split_kept_out
 from .rows import ArrayRows
 from .runs import CHECKPOINT, Run, RunRecord, claimed, load_checkpoint, save_checkpoint
@@ -47,7 +47,7 @@ from .start import Start, fingerprint
 from .through import FinetunePlan, SplicedText, ThroughLoop, TogetherLoop
 from .training import Progress, Record, Training, start_training
 
-SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
+SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
 
 
 Named = tuple[Sequence[str], str | None]  # stores, and a target
@@ -128,18 +128,17 @@ class Opened:
         train, test = processes.broadcast_object(
             lambda: (
                 spliced.activations(shuffled, SAMPLE_TOKENS, acts),
-                spliced.activations(spliced.test, TEST_TOKENS, acts),
+                spliced.activations(spliced.test, MEASURED_ROWS, acts),
             )
         )
         together = tuple(acts) if config.together else ()
         parts = []
-        for number, ((one, saved), at) in enumerate(zip(opened, acts, strict=True)):
-            sae = saes[number]
+        of_saes = zip(saes, opened, acts, stores, train, test, strict=True)
+        for sae, (one, saved), at, its_stores, rows, test_rows in of_saes:
             name = lasting_name(home, one.name if sae is None else sae, one)
             start = Start(name, fingerprint(saved.sae), saved.sae)
             its_text = replace(spliced, hooked=at, together=together)
-            rows = train[number], test[number]
-            parts.append(cls(stores[number], start, its_text, *rows, subject.split_seed))
+            parts.append(cls(its_stores, start, its_text, rows, test_rows, subject.split_seed))
         return parts
 
     def run(self, settings: Settings, created: str) -> "FinetuneRun":
@@ -183,13 +182,12 @@ def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Li
 def _read_text(
     stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int
 ) -> SplicedText:
-    """Windows of the tokens of a store."""
     train, test = split_kept_out(stores.inputs[0], seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
     check_vocabulary(train, model)
     windows = [*stored_windows(train, tokens)]
-    return SplicedText(Passes(model), acts, windows, [*stored_windows(test, TEST_TOKENS)])
+    return SplicedText(Passes(model), acts, windows, [*stored_windows(test, MEASURED_ROWS)])
 
 
 def _stream_text(
@@ -213,7 +211,7 @@ def _stream_text(
         whole=True,
     )
     parts: tuple[list[StoredWindow], list[StoredWindow]] = [], []
-    left = [extract.rows, TEST_TOKENS]
+    left = [extract.rows, MEASURED_ROWS]
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
     documents = extraction.text.documents(note=listener.note)
     for window in extraction.windows().cut(documents):
@@ -238,10 +236,6 @@ class Members(NamedTuple):
 
     folders: Sequence[Path]
     states: dict[str, Tensor]  # by run/name
-
-    @classmethod
-    def of(cls, folders: Iterable[Path]) -> Self:
-        return cls(sorted(folders), {})
 
     def demand_whole(self) -> None:
         """RunError unless the set has a checkpoint, and these are all its runs."""
@@ -299,7 +293,7 @@ class FinetuneRun(Run):
     def records(self, runs: Mapping[Path, Run], listener: Listener) -> list[RunRecord]:
         if not self.plan.as_one:
             return super().records(runs, listener)
-        members = Members.of(runs)
+        members = Members(sorted(runs), {})
         return [MemberRecord(run, folder, listener, members) for folder, run in runs.items()]
 
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
@@ -359,7 +353,7 @@ def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitSt
             f"writes ({error}); begin it anew"
         ) from error
     if settings.config.together:
-        Members.of(folders).demand_whole()
+        Members(sorted(folders), {}).demand_whole()
     elif len(folders) > 1:
         raise RunError(
             f"cannot go on with {len(folders)} runs at once: {folder.name} is no part of a set; name one with --name"

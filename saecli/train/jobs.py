@@ -64,16 +64,6 @@ class Job:
         return document
 
 
-@dataclass(frozen=True)
-class NewRun:
-    """A run to begin, in a folder of its name; None for a generated one."""
-
-    name: str | None
-    run: Run
-    given: Mapping[str, Any]  # the user's options
-    varied: Mapping[str, Any]  # those in which several runs differ
-
-
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """The names of runs, with the varied values appended; None for a generated name."""
     if name is None:
@@ -93,39 +83,13 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
     return [*names]
 
 
-def claim_jobs(
-    home: Home,
-    new_runs: Sequence[NewRun],
-    stem: str,
-    listener: Listener,
-    claims: ExitStack,
-    continues: bool = False,
-) -> list[list[Job]]:
-    """Groups of jobs to train together, in folders that are claimed until `claims` is closed. If it `continues`, a run
-    of the same name and options, finished or to resume, takes the place of a new one, as a group of its own."""
-    groups: list[list[Job]] = []
-    unknown: list[NewRun] = []
-    for new in new_runs:
-        known = _known_job(home, new, listener, claims) if continues else None
-        if known is None:
-            unknown.append(new)
-        else:
-            groups.append([known])
-    if unknown:
-        folders = communicator().broadcast_object(
-            lambda: [_claim_folder(home, new.name, stem, claims) for new in unknown]
-        )
-        groups.append(
-            [
-                Job(folder, new.run, new.given, new.varied)
-                for folder, new in zip(folders, unknown, strict=True)
-            ]
-        )
-    return groups
+def claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
+    """The folder of a new run, claimed until `claims` is closed; runs that start at once get different generated names,
+    from `stem`."""
+    return communicator().broadcast_object(lambda: _claim_folder(home, name, stem, claims))
 
 
 def _claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
-    """The folder of a new run; runs that start at once get different generated names."""
     if name is None:
         for number in count(1):
             folder = home.runs.path / f"{stem}-{number}"
@@ -161,10 +125,17 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
-def _known_job(home: Home, new: NewRun, listener: Listener, claims: ExitStack) -> Job | None:
-    """The run that has the name of a new one, finished or to resume from its checkpoint; None if there is none.
-    RunError if its options are others."""
-    folder = home.runs.path / str(new.name)
+def known_job(
+    home: Home,
+    name: str,
+    run: Run,
+    varied: Mapping[str, Any],
+    listener: Listener,
+    claims: ExitStack,
+) -> Job | None:
+    """The run of this name, finished or to resume from its checkpoint; None if there is none. RunError if its options
+    are not those of `run`."""
+    folder = home.runs.path / name
     path = folder / RUN_MARKER
 
     def read() -> dict[str, Any] | None:
@@ -176,14 +147,14 @@ def _known_job(home: Home, new: NewRun, listener: Listener, claims: ExitStack) -
     if document is None:
         return None
     known = reopen_run(home, folder, document, Silent(), "go on with")
-    if known.options() != new.run.options():
+    if known.options() != run.options():
         raise RunError(
-            f"there is a run named {new.name!r} already, with other options; give another --name"
+            f"there is a run named {name!r} already, with other options; give another --name"
         )
     if document["complete"]:
-        listener.note(f"{new.name}: finished already")
-        return Job(folder, new.run, varied=new.varied, result=document["result"])
-    return replace(resume_job(home, new.name, listener, claims), varied=new.varied)
+        listener.note(f"{name}: finished already")
+        return Job(folder, run, varied=varied, result=document["result"])
+    return replace(resume_job(home, name, listener, claims), varied=varied)
 
 
 def unfinished_run(

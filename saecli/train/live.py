@@ -22,13 +22,11 @@ from ..store.opening import note_massive
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part, Split
 from ..store.values import DTYPES, Statistics
-from .options import TRAINED
+from .options import MEASURED_ROWS, TRAINED
 from .rows import ArrayRows
 
 # As stored: two windows then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32.
 WINDOW_BYTES = 512 << 20
-MOST_TEST_ROWS = MEASURED_ROWS = 16_384
-PATIENCE = 10.0  # seconds for which leaving waits for the batch that the model is computing
 
 
 class _ClosedError(Exception):
@@ -86,7 +84,8 @@ class LiveRows(RowSource):
 
     def __enter__(self) -> Self:
         blocks_ahead = max(1, self._window_rows // self._source.block_rows)
-        ahead = Ahead(self._source.blocks(self._go_on), blocks_ahead, PATIENCE)
+        # Leaving waits for the batch that the model is computing.
+        ahead = Ahead(self._source.blocks(self._go_on), blocks_ahead, patience=10.0)
         with ExitStack() as opened:
             with self._listener.progress(
                 "reading the first rows", self._window_rows, "rows"
@@ -211,7 +210,7 @@ class LiveRows(RowSource):
             self._left_over = np.concatenate([self._left_over, block])
         self._of_splits = None
         test, *kept_out = [
-            np.concatenate([self._memory[:0], *blocks])[:MOST_TEST_ROWS] for blocks in of_splits
+            np.concatenate([self._memory[:0], *blocks])[:MEASURED_ROWS] for blocks in of_splits
         ]
         if not len(test) or not self.rows:
             raise ConfigError(

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 TRAIN_ON = 0.25  # learning rate with --init, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
@@ -48,12 +46,11 @@ SMALLEST = 2**18  # encoder weights from which auto picks bf16
 # L0 33 on training rows and 53 on held-out ones. With 135,000 rows the tenth costs nothing: FVU 0.1687 for 0.1686.
 TRAINED = 0.9
 CALIBRATION_ROWS = 4096  # of those kept out
-MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
+MEASURED_ROWS = 16_384  # of a text without a store, to measure on
 
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
 RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is held to the end
-VECTORS = 2  # of the optimiser per trained weight, besides the weight and its gradient
 
 
 def check_prefixes(text: str) -> str:
@@ -111,13 +108,13 @@ class TrainingConfig(Config):
     lr_warm_up: Annotated[
         Fraction,
         Shown("Fraction of all steps over which the learning rate rises from 0.", advanced=True),
-    ] = WARM_UP
+    ] = 0.02
     lr_decay: Annotated[
         Fraction,
         Shown(
             "Last fraction of all steps, over which the learning rate falls to 0.", advanced=True
         ),
-    ] = DECAY
+    ] = 0.5
     smoothing: Annotated[
         Annotated[float, Ge(0), Le(10)] | Literal["auto"],
         Shown(
@@ -140,7 +137,7 @@ class TrainingConfig(Config):
     sparsity_weight: Annotated[
         float | None,
         Ge(0),
-        Le(MOST_WEIGHT),
+        Le(1e12),  # the square of the gradient must be finite in float32
         Shown(
             "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
             " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
@@ -263,9 +260,7 @@ class SolverConfig(Config, ABC):
         )
 
     @abstractmethod
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
+    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The solver's peak memory per process in bytes, without the codes of a batch."""
 
 
@@ -330,11 +325,9 @@ class Sgd(Paper, Revival, SolverConfig):
         ),
     ] = False
 
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
-        """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
-        matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
+    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+        """Weights, gradients, Adam's two moments, and for `mu_enc` the encoder's reference, in float32."""
+        matrices = 4 * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae
 
 
@@ -365,22 +358,20 @@ class ClosedForm(SolverConfig):
         ),
     ] = "auto"
 
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
+    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
         from .ridge import plan
 
         ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
         solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.other_bytes(rows, batch_size, d_in, d_sae)
+        return solving + self.other_bytes(rows, d_in, d_sae)
 
-    def other_bytes(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+    def other_bytes(self, rows: int, d_in: int, d_sae: int) -> int:
         """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
         from .decoder_step import sampled_bytes
 
-        weights = 4 * (3 + self.trained * (1 + VECTORS)) * d_in * d_sae
-        return sampled_bytes(rows, d_in, d_sae) + weights
+        matrices = 3 + 3 * self.trained  # with gradients and Adam's two moments
+        return sampled_bytes(rows, d_in, d_sae) + 4 * matrices * d_in * d_sae
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ due `decoder_step`, `add` with the rows of its pass, and `update`. `--solver pam
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,8 @@ from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import Moments, Pass, broadcast_state, penalty_decay, settles
 from .options import ClosedForm, Pam
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
-from .solver import Draws, Solver, StepReport, Task
+from .solver import Draws, Solver, Task
 
-# A given alpha is warned about if N / d_sae is between 1/2 and 2, and degrees of freedom above this fraction of N.
-THRESHOLD_FRACTION = 0.8
 FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual", "dof")  # of the last solution
 
 
@@ -73,7 +71,6 @@ class PamSolver(Solver):
     dictionary: Coupled
     c = 0.0  # W_dec = c W_enc' + Delta: the unknown Delta is W_dec itself
     solved_for: tuple[str, ...] = ("Delta", "W_skip", "b_dec")  # which descent holds
-    upkeep: Sequence[Callable[[Any, DecoderStep, DecoderState], None]] = ()
 
     def __init__(
         self, initial: SAE, task: Task, config: ClosedForm, communicator: Communicator = ALONE
@@ -89,8 +86,8 @@ class PamSolver(Solver):
         self.figures = dict.fromkeys(FIGURES, math.nan)
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self.encoder_norm = dictionary.W_enc.norm().item()  # at the start
-        width, batch_size = max(initial.d_in, initial.d_out), task.training.batch_size
-        self._memory = task.memory - config.other_bytes(task.rows, batch_size, width, initial.d_sae)
+        width = max(initial.d_in, initial.d_out)
+        self._memory = task.memory - config.other_bytes(task.rows, width, initial.d_sae)
 
     def passes(self) -> dict[int, Pass]:
         """When decoder steps are due, by the encoder steps before them: after each epoch over all rows."""
@@ -105,12 +102,7 @@ class PamSolver(Solver):
             for number, step in enumerate(steps)
         }
 
-    def step(self, batch: Batch) -> StepReport:
-        """W_enc, b_enc: a step of descent on the rows of a batch, the decoder held."""
-        return super().step(batch)
-
     def decoder_step(self, due: Pass, reread: Callable[[], Iterable[Batch]]) -> DecoderStep:
-        """Begin a decoder step; `reread` gives the rows of its pass once more."""
         return DecoderStep(self, due, reread)
 
     @torch.no_grad()
@@ -119,33 +111,31 @@ class PamSolver(Solver):
         state = step.finish()
         self.dictionary.set_decoder(state.c, state.Delta, state.b, state.skip)
         self._keep_figures(state)
-        for mend in self.upkeep:
-            mend(self, step, state)
+        self.mend(step, state)
         self.hold_encoder()
+
+    def mend(self, step: DecoderStep, state: DecoderState) -> None:
+        """Change latents after a decoder step; Algorithm 3.1 changes none."""
 
     def terms(self, step: Pass, moments: Moments, alpha: float) -> Terms:
         """The quadratic terms, in proportion to the rows of the pass."""
         config = self.config if isinstance(self.config, Pam) else Pam()
         fraction = moments.rows / self.task.rows
-        W_dec, b_dec = self._decoder_before(moments)
+        b_dec = self.dictionary.b_dec.detach()
+        if moments.skip is not None:
+            b_dec = torch.cat([b_dec, b_dec.new_zeros(self.dictionary.d_in)])
         return Terms(
             fraction * alpha,
             fraction * config.beta,
             fraction * config.mu_dec,
             fraction * config.nu_dec,
             direction=None,
-            W_t=W_dec,
+            W_t=self.dictionary.decoder().detach(),
             b_t=b_dec,
             decay=self._decay(step, moments),
             joint=config.bias == "joint",
             skip=moments.skip,
         )
-
-    def _decoder_before(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        b_dec = self.dictionary.b_dec.detach()
-        if moments.skip is not None:
-            b_dec = torch.cat([b_dec, b_dec.new_zeros(self.dictionary.d_in)])
-        return self.dictionary.decoder().detach(), b_dec
 
     def _decay(self, due: Pass, moments: Moments) -> Tensor:
         """The penalty on decoder norms, as quadratics; the last pass leaves it out."""
@@ -229,8 +219,8 @@ class PamSolver(Solver):
     def notes(self) -> list[str]:
         chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae
         notes = []
-        at_threshold = 1 / 2 <= rows / latents <= 2
-        if not chosen and at_threshold and self.figures["dof"] > THRESHOLD_FRACTION * rows:
+        at_threshold = 1 / 2 <= rows / latents <= 2 and self.figures["dof"] > 0.8 * rows
+        if not chosen and at_threshold:
             notes.append(
                 f"--alpha {self.alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself "
                 f"with {latents:,} latents, which is where the error on other rows peaks; use --alpha "

@@ -30,8 +30,6 @@ from .options import (
 from .rows import BLOCK_ROWS
 from .start import Start
 
-AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
-OVERFITTED = 1.5  # held-out FVU over that of training rows, above which a user is warned
 ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
@@ -236,11 +234,10 @@ def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) 
 
 
 def _prefixes(prefixes: str | None, d_sae: int) -> str | None:
-    """Rising numbers of latents, the last one all."""
     if prefixes is None:
         return None
     if prefixes == "auto":
-        numbers = [math.ceil(d_sae / ratio) for ratio in AUTO_PREFIXES]
+        numbers = [math.ceil(d_sae / ratio) for ratio in (16, 4, 2)]
     else:
         numbers = [int(word) for word in prefixes.split(",")]
     if max(numbers) > d_sae:
@@ -270,12 +267,11 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> in
     if communicator.world_size > 1:
         _demand_processes(plan, trainings, communicator.world_size)
 
-    def with_batches(batch_size: int) -> tuple[int, int]:
-        batch = 3 * 4 * max(batch_size, BLOCK_ROWS) * d_sae  # codes, their gradients, a copy
-        width = max(rows.d_in, rows.d_target)
-        return batch, batch + solver.memory(rows.rows, batch_size, width, d_sae, training.nested)
-
-    batch, needed = with_batches(training.batch_size)
+    row = 3 * 4 * d_sae  # codes, their gradients, a copy
+    batch = row * max(training.batch_size, BLOCK_ROWS)
+    width = max(rows.d_in, rows.d_target)
+    solving = solver.memory(rows.rows, width, d_sae, training.nested)
+    needed = batch + solving
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
     free = int(least_free.item()) // trainings
@@ -285,7 +281,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> in
             f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
             f"free{each}"
         )
-        if training.batch_size > BLOCK_ROWS and with_batches(BLOCK_ROWS)[1] <= free:
+        if training.batch_size > BLOCK_ROWS and row * BLOCK_ROWS + solving <= free:
             raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
         raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
     return free - batch
@@ -332,7 +328,8 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     if doubts_at_start(plan):
         doubted.pop("l0", None)
     warnings = [f"{which} {words}; {advice[name]}" for name, words in doubted.items()]
-    if "fvu" not in doubted and test["fvu"] > OVERFITTED * train["fvu"]:
+    overfitted = test["fvu"] > 1.5 * train["fvu"]
+    if overfitted and "fvu" not in doubted:
         warnings.append(
             f"held-out FVU {number(test['fvu'])} is far above that of training rows, "
             f"{number(train['fvu'])}: rows are fitted by heart; train on more, or use a smaller --d-sae"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 import numpy.typing
@@ -194,10 +195,11 @@ class TrainingRows:
 
     def shuffled(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch, without the `first` batches."""
-        part = part_of(self.communicator)
+        part, size = part_of(self.communicator), self.batch_size
+        own = self.stored.batches(size, seed=self.seed, epoch=epoch, part=part, first=first)
         yield from self._in_all(
-            self._batches(epoch, part, first),
-            self.batch_size,
+            self._normalised(own),
+            size,
             lambda number, size: torch.arange(*part.of(size)),
             first,
         )
@@ -234,13 +236,10 @@ class TrainingRows:
 
     def sample_of(self, stored: RowSource, count: int) -> Batch:
         """The first rows in shuffled order, or all."""
-        batches, seen = [], 0
-        for batch in self._normalised(stored.batches(self.batch_size, seed=self.seed, epoch=0)):
-            batches.append(batch)
-            seen += len(batch)
-            if seen >= count:
-                break
-        return Batch.of(torch.cat(batches)[:count], self.d_in)
+        batches = stored.batches(self.batch_size, seed=self.seed, epoch=0)
+        enough = islice(batches, math.ceil(count / self.batch_size))
+        rows = torch.cat([*self._normalised(enough)])
+        return Batch.of(rows[:count], self.d_in)
 
     @cached_property
     def regression(self) -> Tensor | None:
@@ -288,11 +287,6 @@ class TrainingRows:
             numbers = index(number, size)
             rows = next(own) if numbers is None or len(numbers) else empty
             yield Batch.of(rows, self.d_in, size, numbers)
-
-    def _batches(self, epoch: int, part: Part = WHOLE, first: int = 0) -> Iterator[Tensor]:
-        size, seed = self.batch_size, self.seed
-        batches = self.stored.batches(size, seed=seed, epoch=epoch, part=part, first=first)
-        return self._normalised(batches)
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean

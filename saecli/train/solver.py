@@ -19,7 +19,7 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .adam import Adam
 from .decoder_step import Pass
-from .options import REVIVAL_ROWS, Paper, Sgd, SolverConfig, TrainingConfig
+from .options import REVIVAL_ROWS, Paper, Revival, Sgd, SolverConfig, TrainingConfig
 from .rows import BLOCK_ROWS, Smoothing
 
 DECODER_STEPS = 20  # aimed at in all of training; SGD looks for dead latents as often
@@ -46,15 +46,12 @@ class Task:
     lr: float  # the peak
     # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
-    unseen: Batch | None = (
-        None  # rows kept out of training, on which thresholds are set, else on the sample
-    )
-    B: Tensor | None = (
-        None  # the targets' regression on the rows, (D, E); None if they are the rows
-    )
-    held: str | None = (
-        None  # W_enc or W_dec, kept bit for bit; then no latent is re-aimed or rescaled
-    )
+    # Rows kept out of training, on which thresholds are set, else on the sample.
+    unseen: Batch | None = None
+    # The targets' regression on the rows, (D, E); None if they are the rows.
+    B: Tensor | None = None
+    # W_enc or W_dec, kept bit for bit; then no latent is re-aimed or rescaled.
+    held: str | None = None
     begun: bool = False  # from an SAE: latents are revived once, before the first step
     memory: float = math.inf  # bytes that the solver may use
 
@@ -105,7 +102,7 @@ class Solver:
         communicator: Communicator = ALONE,
     ) -> None:
         self.dictionary, self.task, self.config = dictionary, task, config
-        self.re_aims = False  # dead latents
+        self.re_aims = isinstance(config, Revival) and config.revive  # dead latents
         self.communicator = communicator
         self.paper = config if isinstance(config, Paper) else Paper()
         self.penalty = dictionary.activation.penalty(task.training.sparsity or "none")
@@ -240,10 +237,7 @@ class Solver:
             directions = directions_of_worst(
                 x, residual, count, self.draws(self.steps, Draws.REVIVAL)
             )
-        drawn = communicator.broadcast_object(lambda: len(directions))
-        if not communicator.is_main:
-            directions = residual.new_empty(drawn, residual.shape[1])
-        return communicator.broadcast(directions)
+        return communicator.broadcast_rows(directions)
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -306,7 +300,6 @@ class SgdSolver(Solver):
         self, initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE
     ) -> None:
         super().__init__(self.dictionary_of(initial, task, config), (), task, config, communicator)
-        self.re_aims = config.revive
         self._between = min(task.batches, math.ceil(task.steps / DECODER_STEPS))
         self._forget_firing()
 

@@ -40,7 +40,6 @@ from .solver import Solver, StepReport, Task
 from .training import Training
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
-KEPT_BYTES = 1 << 31  # of activations, to normalise and to measure
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
 # Change per step, of the logarithm, over the relative excess of L0.
 THRESHOLD_RATE = 0.05  # of the thresholds
@@ -89,10 +88,10 @@ class SplicedText:
         self, windows: Sequence[StoredWindow], tokens: int, acts: Sequence[Hooked]
     ) -> list[ArrayRows]:
         """Those of about the first `tokens` rows for each SAE, with a transcoder's targets; of many hook points fewer,
-        for at most `KEPT_BYTES` in all."""
+        for at most 2 GiB in all."""
         points = list(dict.fromkeys(point for at in acts for point in (*at.reads, *at.writes)))
         blocks: list[list[Tensor]] = []
-        left = min(tokens, KEPT_BYTES // (4 * len(points) * self.passes.model.source.d_model))
+        left = min(tokens, 2**31 // (4 * len(points) * self.passes.model.source.d_model))
         for block in stored_activations(self.passes.model, windows, points, self.pass_tokens):
             blocks.append([part.float().cpu() for part in block])
             left -= len(block[0])
@@ -191,7 +190,6 @@ class ThroughModel(Solver):
         return StepReport(self.steps, rows, loss, squared_error, l0)
 
     def _descend_part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
-        """Add the gradient of some of a step's windows; returns their parts of the loss, squared error and L0."""
         hooked, normalisation = batch.text.hooked, batch.normalisation
         clean = CleanPass(batch.text.passes, windows, hooked.reads, hooked.writes)
         codes, y_hat, predicted = self.predicted(clean.x, normalisation)

@@ -32,10 +32,6 @@ from .start import Start, default_learning_rate, initial_sae, rescaled, shaped
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
 LOG_EVERY = 20  # steps between lines of measures, and between checks for divergence
-# Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
-# a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
-DIVERGED = 1e6
-MOVING = 0.05  # change of L0 over the last tenth of the steps, from which it is said
 ADVICE = "lower --lr, or look at the data"
 
 
@@ -167,8 +163,7 @@ class Training:
         """The current SAE, acting on raw activations; at the end the better one."""
         if self.comparison is not None:
             return self.comparison.sae(self.solver.dictionary)
-        sae = self.solver.dictionary.sae().without_training_parameters()
-        return on_raw_rows(sae, self.rows.normalisation)
+        return on_raw_rows(self.solver.sae(), self.rows.normalisation)
 
     def take(self, report: StepReport) -> None:
         """Count a step; every `LOG_EVERY` steps a line of measures."""
@@ -203,9 +198,11 @@ class Training:
 
     @cached_property  # it waits for the device
     def _worst_fvu(self) -> float:
-        """The FVU above which training has diverged."""
+        """The FVU above which training has diverged: a million times that of reconstructing every row as 0. Steps
+        against a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next one recovers.
+        """
         targets = self.rows.sample.y.square().sum(1).mean() / self.rows.normalisation.variance
-        return DIVERGED * max(1.0, targets.item())
+        return 1e6 * max(1.0, targets.item())
 
     def demand_convergence(self, sae: SAE) -> None:
         """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
@@ -458,7 +455,7 @@ def doubt_of_l0(plan: Plan, progress: Progress) -> list[str]:
     """A warning if a penalty of fixed weight has not brought L0 to rest; a tenth of fewer steps has no line."""
     before, now = progress.l0_before, progress.l0
     told = plan.training.penalised and plan.steps >= 10 * LOG_EVERY
-    if not told or abs(now - before) <= MOVING * before:
+    if not told or abs(now - before) <= 0.05 * before:
         return []
     return [
         f"L0 was still moving at the end, from {number(before)} to {number(now)} over the last tenth of "

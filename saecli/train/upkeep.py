@@ -19,8 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..base.processes import ALONE, Communicator
-from ..sae.dictionary import SAE, Dictionary
+from ..sae.dictionary import Dictionary
 from .decoder_step import Kind, Moments, Pass, settles
 from .options import RELEASE, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
 from .pam_sgd import DecoderStep, PamSolver
@@ -41,13 +40,6 @@ class PamSgdSolver(PamSolver):
     config: PamSgd
     c = 1.0
     solved_for = ("Delta", "W_skip")
-
-    def __init__(
-        self, initial: SAE, task: Task, config: PamSgd, communicator: Communicator = ALONE
-    ) -> None:
-        super().__init__(initial, task, config, communicator)
-        self.re_aims = config.revive
-        self.upkeep = (release, re_aim)
 
     def passes(self) -> dict[int, Pass]:
         task, config, d_sae = self.task, self.config, self.dictionary.d_sae
@@ -75,11 +67,6 @@ class PamSgdSolver(PamSolver):
             return 1.0
         return RELEASE
 
-    @property
-    def decides(self) -> bool:
-        """Whether alpha decides on the release."""
-        return self.config.release == "auto" and self.task.B is None
-
     def terms(self, due: Pass, moments: Moments, alpha: float) -> Terms:
         """The ridge alone, about the tie; silenced latents get nothing."""
         decay = self._decay(due, moments)
@@ -95,6 +82,18 @@ class PamSgdSolver(PamSolver):
         d_sae = self.dictionary.d_sae
         enough = self.revives and moments.rows >= REVIVAL_ROWS * d_sae
         return int(REAIMED * d_sae) if enough else 0
+
+    def mend(self, step: DecoderStep, state: DecoderState) -> None:
+        """Release the decoder, unless leave-one-out chose too large an alpha; re-aim latents that fired on no row of
+        the pass, or are missed least."""
+        alpha_decides = self.config.release == "auto" and self.task.B is None
+        releases = not alpha_decides or state.relative_alpha < RELEASED_BELOW
+        if step.due.kind == "release" and releases:
+            self.release()
+        used = step.moments.fired
+        if state.needless is not None:
+            used = used & (state.needless == 0)
+        self.revive(used, step.moments.rows)
 
     def release(self) -> None:
         """From here on W_dec, b_dec and a skip are trained by gradient."""
@@ -149,22 +148,6 @@ def steps_between(task: Task, d_sae: int) -> int:
     affordable = rows_of_steps / (2 * min(task.rows, PASS_ROWS * d_sae))
     epochs = math.ceil(task.steps / task.batches)
     return math.ceil(task.steps / min(DECODER_STEPS, max(round(affordable), epochs)))
-
-
-def release(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> None:
-    """Release the decoder, unless leave-one-out chose too large an alpha."""
-    if step.due.kind != "release":
-        return
-    if not solver.decides or state.relative_alpha < RELEASED_BELOW:
-        solver.release()
-
-
-def re_aim(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> None:
-    """Re-aim latents that fired on no row of the pass, or are missed least."""
-    used = step.moments.fired
-    if state.needless is not None:
-        used = used & (state.needless == 0)
-    solver.revive(used, step.moments.rows)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import torch
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig, TrainingConfig
-from saecli.train.solver import Task
+from saecli.train.solver import Solver, Task
 from saecli.train.start import initial_sae
 
 SAELENS = "sae-lens==6.54.12"
@@ -54,27 +54,27 @@ def least(action: Callable[[], object], times: int) -> float:
     return min(taken[1:])
 
 
+def new_solver(
+    config: SolverConfig, activation: Activation, d_sae: int, rows: Batch, precision: str
+) -> Solver:
+    """A solver at the start of a training without end."""
+    sparsity = activation.default_sparsity
+    weight = activation.penalty(sparsity).default_weight(rows.x.shape[1])
+    training = TrainingConfig(
+        sparsity=sparsity, smoothing=0.0, sparsity_weight=weight, precision=precision
+    )
+    initial = initial_sae(activation, d_sae, rows, 0, None, sparsity)
+    return config.build(initial, Task(training, 10**6, 10**6, 1e-3))
+
+
 def ours(case: str, chosen: argparse.Namespace) -> float:
     """The least seconds of an encoder step."""
     activation, config, _, _ = CASES[case]
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
-    rows = rows.to(chosen.device)
-    sparsity = activation.default_sparsity
-    task = Task(
-        TrainingConfig(
-            sparsity=sparsity,
-            smoothing=0.0,
-            sparsity_weight=activation.penalty(sparsity).default_weight(chosen.d_in),
-            precision="bf16" if "bf16" in case else "float32",
-        ),
-        10**6,
-        10**6,
-        1e-3,
-    )
-    solver = config.build(
-        initial_sae(activation, chosen.d_sae, Batch.of(rows), 0, None, sparsity), task
-    )
-    return least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
+    batch = Batch.of(rows.to(chosen.device))
+    precision = "bf16" if "bf16" in case else "float32"
+    solver = new_solver(config, activation, chosen.d_sae, batch, precision)
+    return least(lambda: solver.descend(batch), chosen.steps)
 
 
 def product_rate(chosen: argparse.Namespace) -> float:

@@ -34,17 +34,7 @@ def correctness(day: Day) -> Figures:
     for (solver, of_solver), (act, of_act) in cases:
         _compare(far, f"{solver} {of_solver} {act} {of_act}", day, solver, act, of_act | of_solver)
     with tempfile.TemporaryDirectory() as home:
-        stores = [
-            saecli.extract(
-                "tiny-gemma2",
-                layer=layer,
-                rows=ROWS,
-                home=home,
-                name=f"layer-{layer}",
-                device="cpu",
-            )
-            for layer in LAYERS
-        ]
+        stores = [_extracted(home, f"layer-{layer}", layer) for layer in LAYERS]
         target, places = Joined((stores[0],), stores[1]), Joined(tuple(stores))
         topk = {"k": 8, "d_sae": 64, "batch_size": 512}
         for name, data, act, options in (
@@ -65,22 +55,12 @@ def correctness(day: Day) -> Figures:
         found["refit"] = [
             saecli.refit(sae, stores[0], device=device).W_dec.cpu().numpy() for device in devices
         ]
-        extracted = saecli.extract(
-            "tiny-gemma2",
-            layer=LAYERS[0],
-            rows=ROWS,
-            home=home,
-            name="device",
-            device=day.device,
-            model_dtype="float32",
-        )
-        found["extract"] = [
-            next(one.split("all").sequential(ROWS)) for one in (stores[0], extracted)
-        ]
+        extracted = _extracted(home, "device", LAYERS[0], day.device)
+        both = (stores[0], extracted)
+        found["extract"] = [next(store.split("all").sequential(ROWS)) for store in both]
         for name, pair in found.items():
-            relative, absolute = (
-                (0.02, 0.05) if name == "extract" else (1e-4, 1e-5)
-            )  # rows are stored as bfloat16
+            stored = name == "extract"  # as bfloat16
+            relative, absolute = (0.02, 0.05) if stored else (1e-4, 1e-5)
             if not np.allclose(*pair, rtol=relative, atol=absolute):
                 far[name] = f"{np.abs(np.subtract(*pair)).max():.2g} apart"
     if far:
@@ -89,6 +69,11 @@ def correctness(day: Day) -> Figures:
         "trainings in float64 as on the CPU": len(cases) + 4,
         "commands as on the CPU": len(found),
     }
+
+
+def _extracted(home: str, name: str, layer: int, device: str = "cpu") -> saecli.ActivationStore:
+    options = {"name": name, "home": home, "device": device, "model_dtype": "float32"}
+    return saecli.extract("tiny-gemma2", layer=layer, rows=ROWS, **options)
 
 
 def _compare(
@@ -138,7 +123,7 @@ def processes(day: Day) -> Figures:
     both = day.full and torch.cuda.device_count() > 1
     device = "cuda" if both else "cpu"
     with tempfile.TemporaryDirectory() as home:
-        saecli.extract("tiny-gemma2", layer=1, rows=ROWS, home=home, name="rows", device="cpu")
+        _extracted(home, "rows", LAYERS[0])
         words = (
             f"--home {home} train --data rows --d-sae 64 --epochs 2 --dtype float64 --device {device} "
             "--json"

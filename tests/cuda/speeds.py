@@ -14,6 +14,7 @@ import torch
 from day import Day, Figures
 from solver_problems import trained_on as trained
 from storing import make_store
+from training_speed import new_solver
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
@@ -22,10 +23,7 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.codes import Codes, at
 from saecli.sae.dictionary import Batch
 from saecli.train import SOLVERS
-from saecli.train.options import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
-from saecli.train.solver import Task
-from saecli.train.start import initial_sae
 
 PRECISIONS = ("float32", "bf16")
 K, LAYER = 32, 12
@@ -71,7 +69,8 @@ def machine(day: Day) -> Figures:
 def steps(day: Day) -> Figures:
     """Rows per second of training steps on rows that are there, in each precision."""
     B, D, widths = sizes(day)
-    rows, found = torch.randn(B, D, generator=torch.Generator().manual_seed(0)).to(day.device), {}
+    random_rows = torch.randn(B, D, generator=torch.Generator().manual_seed(0))
+    rows, found = Batch.of(random_rows.to(day.device)), {}
     for F, act, solver in product(
         widths, ("relu", "topk", "batchtopk", "jumprelu"), ("sgd", "pam-sgd")
     ):
@@ -79,25 +78,11 @@ def steps(day: Day) -> Figures:
             **({"k": K} if "topk" in act else {"target_l0": K} if act == "jumprelu" else {})
         )
         for precision in PRECISIONS:
-            if precision != "float32" and not multiplies_bf16(rows.device):
+            if precision != "float32" and not multiplies_bf16(rows.x.device):
                 continue
-            sparsity = activation.default_sparsity
-            task = Task(
-                TrainingConfig(
-                    sparsity=sparsity,
-                    smoothing=0.0,
-                    sparsity_weight=activation.penalty(sparsity).default_weight(D),
-                    precision=precision,
-                ),
-                10**6,
-                10**6,
-                1e-3,
-            )
-            solving = SOLVERS[solver]().build(
-                initial_sae(activation, F, Batch.of(rows), 0, None, sparsity), task
-            )
+            solving = new_solver(SOLVERS[solver](), activation, F, rows, precision)
             rate = B / day.seconds(
-                lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2
+                lambda solving=solving: solving.descend(rows), 10 if day.full else 2
             )
             found[f"{act}, {solver}, d_sae {F:,}, {precision}: rows/s"] = rate
     return found | {"peak memory, GiB": day.peak()}

@@ -38,19 +38,15 @@ from torch import Tensor
 
 from ...base.devices import moved
 from ...sae.codes import Codes, Prefixes
-from .iterative import COLUMNS, StreamedCodes
+from .iterative import StreamedCodes
 from .sums import HeldRows, Sums
-from .system import Factorisation, Inverse, System, Terms
+from .system import PIECE, Factorisation, Inverse, System, Terms
 
 # Effect over the median one, below which a latent may be needless. FVU of SmolLM2-135M-Instruct, topk: 0.169, without
 # such a limit 0.172; F1 of the world with hierarchy: 0.695, 0.700.
 LEAST_EFFECT = 0.3
 LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
-STEP = 3.0  # factor between neighbouring alphas
-FIRST_STRIDE = 3  # steps at once, where there is no start
-PRESS_ROWS = 256
 MIXED = 64  # random sums of columns that determine c
-UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest is by squared norm
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def plan(
         factorised = Method("direct", 8 * (2 * d_sae * d_sae + solution), prefixes=prefixes)
     # Vectors of the iteration, for each column; of all columns at once if codes come again for each product.
     streaming = 8 * (solution + 6 * d_sae * d_out)
-    keeping = 8 * (solution + 6 * d_sae * min(COLUMNS, d_out))
+    keeping = 8 * (solution + 6 * d_sae * min(PIECE, d_out))
     if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
         return factorised
     budget = 0.8 * max(memory - keeping, 0)  # the rest for what codes take while they are joined
@@ -281,8 +277,8 @@ def choose_alpha(
 ) -> Factorisation:
     """The factorisation at the alpha of least PRESS over rows z, (n, F), and y, (n, E), if n = N in the system's order.
 
-    From `last`, or without it from A's mean diagonal, alpha walks by factors of three to where neither neighbour has
-    less; it ends at the minimum of the parabola through these three.
+    From `last`, or without it from A's mean diagonal with longer strides at first, alpha walks by factors of three to
+    where neither neighbour has less; it ends at the minimum of the parabola through these three.
 
     Cost per alpha tried, three if `last` is the best: a factorisation, and 2 F^2 operations for each of some 400
     columns. One more factorisation at the end: to keep the best one would take twice the memory.
@@ -293,7 +289,7 @@ def choose_alpha(
     errors: dict[int, float] = {}
 
     def factorised(steps: float) -> Factorisation:
-        alpha = float(np.clip(start * STEP**steps, LEAST * scale, MOST * scale))
+        alpha = float(np.clip(start * 3.0**steps, LEAST * scale, MOST * scale))
         return system.factorise(replace(terms, alpha=alpha))
 
     def error(steps: int) -> float:
@@ -301,7 +297,7 @@ def choose_alpha(
             errors[steps] = press(factorised(steps))
         return errors[steps]
 
-    best, stride = 0, 1 if last else FIRST_STRIDE
+    best, stride = 0, 1 if last else 3
     while True:
         neighbour = min(best - stride, best + stride, key=error)
         if error(neighbour) < error(best):
@@ -316,7 +312,7 @@ def choose_alpha(
 
 
 def press_of(
-    system: System, terms: Terms, z: Tensor, y: Tensor, size: int = PRESS_ROWS
+    system: System, terms: Terms, z: Tensor, y: Tensor, size: int = 256
 ) -> Callable[[Factorisation], float]:
     """PRESS of sampled rows, up to a factor, at the alpha of a factorisation of the system.
 
@@ -368,14 +364,14 @@ def _mixing(columns: int) -> Tensor:
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """A systematic sample of about `size` rows, and the weights that make its sums unbiased, (m,) each.
 
-    Row i of the targets, (n, E), is in it with probability `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`:
+    Row i of the targets, (n, E), is in it with probability `min(1, size / 2 (1 / n + ||y_i - centre||^2 / sum))`:
     large norms dominate PRESS.
     """
     if len(y) <= size:
         return torch.arange(len(y), device=y.device), y.new_ones(len(y), dtype=torch.float64)
     norms = (y.double() - centre).square().sum(1)
     by_norm = norms / norms.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    chance = (size * (UNIFORM / len(y) + (1 - UNIFORM) * by_norm)).clamp(max=1)
+    chance = (size / 2 * (1 / len(y) + by_norm)).clamp(max=1)
     # On the CPU a running sum has one order, so that the sample is the same on every call.
     ticks = (chance.cpu().cumsum(0) - 0.5).ceil()
     index = moved(torch.diff(ticks, prepend=ticks.new_zeros(1)).nonzero().squeeze(1), y.device)
