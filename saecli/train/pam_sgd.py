@@ -65,7 +65,7 @@ class DecoderStep:
 
 
 class PamSolver(Solver):
-    """Algorithm 3.1, in the paper's order."""
+    """Algorithm 3.1, in the paper's order; its encoder step, the decoder held, is `Solver.step`."""
 
     config: ClosedForm
     dictionary: Coupled
