@@ -19,6 +19,9 @@ from ..sae.dictionary import Batch, Dictionary
 from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
 from .rows import BLOCK_ROWS
 
+# Least mean norm of the decoder, over the encoder's at the start; least of a latent, over the mean.
+LEAST_SIZE = 1e-2
+
 Kind = Literal["mid", "release", "last"]
 
 
@@ -158,11 +161,9 @@ def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tenso
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
     penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the penalised norms, summed
     over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
-    Norms count as at least a hundredth of their mean, which counts as at least a hundredth of the encoder's at the
-    start, of Frobenius norm `size`.
     """
     W_dec = dictionary.decoder().detach().double()
     penalised = dictionary.weighed(W_dec).norm(dim=1)
     norms = W_dec.square().sum(1) / penalised.clamp(min=torch.finfo(torch.float64).tiny)
-    mean = max(norms.mean().item(), 0.01 * size / math.sqrt(len(norms)))
-    return weights / (2 * norms.clamp(min=0.01 * mean))
+    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
+    return weights / (2 * norms.clamp(min=LEAST_SIZE * mean))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
 from ..extract.options import ExtractConfig
 from ..extract.texts import STDLIB_DOCS
-from .options import SolverConfig, TrainingConfig
+from .options import VECTORS, SolverConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
@@ -81,8 +81,8 @@ class Finetune(SolverConfig):
     ] = None
 
     def memory(self, rows: int, d_in: int, d_sae: int, prefixes: "Prefixes" = ()) -> int:
-        """Weights, gradients and Adam's two moments, in float32."""
-        return 4 * 4 * 2 * d_in * d_sae
+        """Weights, gradients and optimiser state, in float32."""
+        return 4 * (2 + VECTORS) * 2 * d_in * d_sae
 
 
 _HELP = {

@@ -48,6 +48,7 @@ TRAINED = 0.9
 CALIBRATION_ROWS = 4096  # of those kept out
 MEASURED_ROWS = 16_384  # of a text without a store, to measure on
 
+VECTORS = 2  # of the optimiser per trained weight, besides the weight and its gradient
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
 RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is held to the end
@@ -326,8 +327,8 @@ class Sgd(Paper, Revival, SolverConfig):
     ] = False
 
     def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """Weights, gradients, Adam's two moments, and for `mu_enc` the encoder's reference, in float32."""
-        matrices = 4 * (1 if self.tied else 2) + bool(self.mu_enc)
+        """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
+        matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae
 
 
@@ -370,7 +371,7 @@ class ClosedForm(SolverConfig):
         """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
         from .decoder_step import sampled_bytes
 
-        matrices = 3 + 3 * self.trained  # with gradients and Adam's two moments
+        matrices = 3 + self.trained * (1 + VECTORS)
         return sampled_bytes(rows, d_in, d_sae) + 4 * matrices * d_in * d_sae
 
 

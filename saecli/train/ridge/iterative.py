@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes, SparseCodes, joined
-from .system import NOT_FINITE, PIECE, AllReduce, Factorisation, Inverse, System, reduced
+from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, System, reduced
 
 MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
+# Columns of the right side at a time: the sums for a row of codes then stay in a core's cache.
+COLUMNS = 256
 
 
 def conjugate_gradient(
@@ -191,8 +193,7 @@ class Iterative(Factorisation):
         def times(V: Tensor) -> Tensor:
             return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)
 
-        # The sums of few columns for a row of codes stay in a core's cache.
-        width = right.shape[1] if self._codes.streams else PIECE
+        width = right.shape[1] if self._codes.streams else COLUMNS
         solution = torch.empty_like(right)
         for begin in range(0, right.shape[1], width):
             columns = slice(begin, begin + width)

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from ...base.devices import moved
 from ...sae.codes import Codes, Prefixes
-from .iterative import StreamedCodes
+from .iterative import COLUMNS, StreamedCodes
 from .sums import HeldRows, Sums
-from .system import PIECE, Factorisation, Inverse, System, Terms
+from .system import Factorisation, Inverse, System, Terms
 
 # Effect over the median one, below which a latent may be needless. FVU of SmolLM2-135M-Instruct, topk: 0.169, without
 # such a limit 0.172; F1 of the world with hierarchy: 0.695, 0.700.
@@ -85,7 +85,7 @@ def plan(
         factorised = Method("direct", 8 * (2 * d_sae * d_sae + solution), prefixes=prefixes)
     # Vectors of the iteration, for each column; of all columns at once if codes come again for each product.
     streaming = 8 * (solution + 6 * d_sae * d_out)
-    keeping = 8 * (solution + 6 * d_sae * min(PIECE, d_out))
+    keeping = 8 * (solution + 6 * d_sae * min(COLUMNS, d_out))
     if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
         return factorised
     budget = 0.8 * max(memory - keeping, 0)  # the rest for what codes take while they are joined

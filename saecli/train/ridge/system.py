@@ -23,7 +23,7 @@ AllReduce = Callable[[Tensor], Tensor]
 NOT_FINITE = (
     "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
 )
-PIECE = 256  # rows or columns of a matrix at a time, where all would take as much memory again
+PIECE = 256  # rows of a matrix at a time, where all would take as much memory again
 
 
 class SkipSums:
