@@ -257,7 +257,8 @@ def open_array(
     demand_rows(array.dtype, f"cannot import {file}")
     shape = _flattened(array, file, flatten)
     # An allocator need not refuse what a file claims.
-    check_memory(file, 4 * math.prod(array.shape[1:]))
+    to_fit = f"one row or document of its shape, {array.shape}, is as large; check the shape"
+    check_memory(file, 4 * math.prod(array.shape[1:]), to_fit)
     own_types: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
 
     @naming(file)
