@@ -212,7 +212,8 @@ def test_a_dispatch_mode_sees_the_products_of_a_backward_pass():
 
 def test_a_sparse_gradient_keeps_the_order_of_its_values():
     indices, values = torch.tensor([[1, 0, 1], [2, 0, 2]]), torch.tensor([1.0, 2.0, 3.0])
-    gradient = torch.sparse_coo_tensor(indices, values, (2, 3), check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        gradient = torch.sparse_coo_tensor(indices, values, (2, 3))
     assert gradient._indices().tolist() == indices.tolist()
     assert gradient._values().tolist() == values.tolist()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import ConfigError, one_line
-from .machine import available_memory, local_world, world
+from .machine import available_memory, local_world
 
 AHEAD = 2  # batches on their way to a device
 
@@ -26,17 +26,16 @@ def device_named(name: str) -> torch.device:
     """The device for a value of `--device`; ConfigError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and world() > 1 and local_world() > 1:
-        if name.startswith("cuda:"):
-            raise ConfigError(
-                f"--device {name} gives one GPU to all {local_world()} processes of this machine: "
-                "expected one each; use --device cuda, which does, or cpu"
-            )
-        if torch.cuda.is_available() and local_world() > torch.cuda.device_count():
-            raise ConfigError(
-                f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} GPUs: "
-                "expected one GPU for each; lower --nproc-per-node of torchrun, or use --device cpu"
-            )
+    if name.startswith("cuda:") and local_world() > 1:
+        raise ConfigError(
+            f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
+            "one each; use --device cuda, which does, or cpu"
+        )
+    if name == "cuda" and 0 < torch.cuda.device_count() < local_world():
+        raise ConfigError(
+            f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} GPUs: "
+            "expected one GPU for each; lower --nproc-per-node of torchrun, or use --device cpu"
+        )
     try:
         device = torch.device(name)
     except RuntimeError:  # its message lists every kind of device that torch has had

@@ -1,5 +1,4 @@
-"""What a process has of its machine: memory within control groups, by trees of files as Linux shows them, and devices;
-and whom its warnings name."""
+"""What a process has of its machine: memory, by trees of files as Linux shows them, devices; whom its warnings name."""
 
 from pathlib import Path
 
@@ -71,22 +70,16 @@ def test_a_group_over_its_limit_has_nothing_left(tree):
     assert machine.available_memory() == 0
 
 
-@pytest.fixture
-def three_processes_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_compute_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in (*machine.LAUNCHED, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "3")
-
-
-@pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_more_processes_than_gpus_are_refused(three_processes_of_two_gpus, name: str):
-    with pytest.raises(ConfigError, match=r"3 processes on a machine of 2 GPUs: .*--device cpu"):
-        device_named(name)
-
-
-def test_they_may_compute_on_the_cpu(three_processes_of_two_gpus):
     assert device_named("cpu") == torch.device("cpu")
+    said = r"3 processes on a machine of 2 GPUs: .*--device cpu"
+    for name in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=said):
+            device_named(name)
 
 
 @pytest.mark.parametrize("name", ["__main__", "saecli_runs", "saecli_runs.sweep", "thesis"])
