@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import crosscoder_of, random_sae, steerable
+from homes import CommandLine, crosscoder_of, random_sae, steerable
 from plain_hooks import Replace, blocks, noted, replaced
 from tiny_models import EOS, WIDTH, open_model, prompt
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import saecli
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 
@@ -235,6 +237,26 @@ def test_a_model_is_itself_again_after_an_error_and_after_one_in_a_pass(llama: A
             raise KeyError
         assert torch.equal(llama(prompt()).logits, before)
         assert not any(module._forward_hooks for module in llama.modules())
+
+
+@torch.no_grad()
+def test_the_cross_entropy_is_that_of_sae_eval(sae: CommandLine):
+    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 1500 --dtype float32 --name docs"
+    assert sae(*extract.split()).status == 0
+    store = saecli.open_store("docs", home=sae.home)
+    own = random_sae(TopK(k=8), d_in=128)
+    own.metadata = {"model": TINY_GEMMA2, **MIDDLE}
+    measured = saecli.evaluate(own, store, model=TINY_GEMMA2, home=sae.home)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2]).float()
+    losses = []
+    with saecli.spliced(model, own, error=False):
+        for token_ids, replaced in store.split("test").windows():
+            logits = model(torch.from_numpy(token_ids)[None]).logits[0]
+            own_losses = nn.functional.cross_entropy(
+                logits[:-1], torch.from_numpy(token_ids)[1:], reduction="none"
+            )
+            losses.append(own_losses[torch.from_numpy(replaced[:-1])])
+    assert torch.cat(losses).mean().item() == pytest.approx(measured["ce_spliced"], rel=1e-4)
 
 
 def test_steering_has_the_gradient_of_a_hook_written_by_hand(llama: Any):

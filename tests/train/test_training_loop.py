@@ -190,6 +190,11 @@ def test_the_only_one_raises_what_ends_it():
     assert alone.record.ended == 1
 
 
+def test_all_that_fail_leave_no_sae():
+    loop = several(training(some_rows(500), lr=1e30), training(some_rows(500), lr=1e29))
+    assert loop.train() == [] and len(loop.errors) == 2
+
+
 def test_rows_that_cannot_be_read_end_all(monkeypatch: pytest.MonkeyPatch):
     original, reads = ArrayRows.batches, []
 
