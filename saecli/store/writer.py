@@ -22,17 +22,13 @@ from ..base.files import LOCK, lock_folder
 from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from .schema import (
-    JOURNAL,
     MOST,
     SHARDS,
     WORLD_FILE,
-    JournalEntry,
     Resume,
     ShardRecord,
     StoreMeta,
-    append_to_journal,
     read_meta,
-    repair_journal,
     shard_name,
     write_meta,
 )
@@ -192,9 +188,9 @@ class StoreWriter:
         )
         self._last = Resume(cursor, stop)
         if self._shard.rows == self.meta.shard_rows:
-            entry = self._commit()
-            append_to_journal(self.path, entry)
-            self.meta = self.meta.extended([entry])
+            meta = self._commit()
+            write_meta(self.path, meta)
+            self.meta = meta
         return stop
 
     def finish(self) -> StoreMeta:
@@ -209,7 +205,7 @@ class StoreWriter:
         with _reporting(self.path, self.meta.rows):
             # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
             # count its dropped rows twice.
-            meta = self.meta.extended([self._commit()] if self._shard else [])
+            meta = self._commit() if self._shard else self.meta
             meta = replace(
                 meta,
                 complete=True,
@@ -221,8 +217,8 @@ class StoreWriter:
             self.meta = meta
         return self.meta
 
-    def _commit(self) -> JournalEntry:
-        """Make the shard appear, and the entry that records it."""
+    def _commit(self) -> StoreMeta:
+        """Make the shard appear; the contents of `store.json` that record it."""
         assert self._shard is not None and self._last is not None
         sources, control = dict(self.meta.sources), dict(self.meta.control_tokens)
         for number, name in enumerate(sources):
@@ -233,8 +229,9 @@ class StoreWriter:
         record = ShardRecord(self._shard.path.name, self._shard.rows, self._last, frame)
         dropped = Counter(self.meta.dropped) + self._ended
         self._shard, self._ended = None, Counter()
-        return JournalEntry(
-            shard=record,
+        return replace(
+            self.meta,
+            shards=(*self.meta.shards, record),
             dropped=dict(dropped),
             median_norm=self._admission.median,
             norms=norms if self.meta.norms is None else self.meta.norms + norms,
@@ -292,7 +289,6 @@ def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
     wanted, got = meta.request(), stored.request()
     same_ranks = stored.complete or stored.ranks == meta.ranks
     if wanted == got and same_ranks:
-        repair_journal(path)
         return stored
     if not stored.complete and not stored.rows:  # the store was killed before it had a row
         _remove_contents(path)
@@ -333,8 +329,7 @@ def _remove_contents(path: Path) -> None:
     """Remove what a store has besides `store.json`."""
     if (path / SHARDS).exists():
         shutil.rmtree(path / SHARDS)
-    for name in (JOURNAL, WORLD_FILE):
-        (path / name).unlink(missing_ok=True)
+    (path / WORLD_FILE).unlink(missing_ok=True)
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
