@@ -49,13 +49,6 @@ class Layout:
     # Byte offset, type and length of each but the activations.
     arrays: dict[str, tuple[int, np.dtype, int]]
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
-    file: tuple[int, ...]  # `_identity` of the shard
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    """What differs once a file is changed."""
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,7 @@ class Shard:
                 name: (dataset.id.get_offset() or 0, dataset.dtype, len(dataset))
                 for name, dataset in datasets.items()
             }
-            return Layout(arrays, np.zeros(self.chunks, bool), _identity(self.path))
+            return Layout(arrays, np.zeros(self.chunks, bool))
 
     def demand_chunk(self, chunk: int, checksum: int, content: bytes | memoryview) -> None:
         """Refuse the bytes of a chunk that differ from its checksum."""
@@ -307,20 +300,12 @@ class Chunks:
     def _open(self, number: int) -> tuple[Layout, mmap.mmap]:
         shard = self.shards[number]
         with self._lock:
+            if number not in self._layouts:
+                self._layouts[number] = shard.layout()
             if number not in self._maps:
-                known = self._layouts.get(number)
-                if known is None or known.file != _identity(shard.path):
-                    self._layouts[number] = shard.layout()
                 with shard.path.open("rb") as file:
                     self._maps[number] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
                 if len(self._maps) > self.MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(number)
-            layout, mapped = self._layouts[number], self._maps[number]
-        # Reading a map beyond the end of its file would kill the process.
-        if mapped.size() < len(mapped):
-            raise StoreError(
-                f"shard {shard.path} was cut short: expected {len(mapped)} bytes, got {mapped.size()}; "
-                f"{make_anew(self.path)}"
-            )
-        return layout, mapped
+            return self._layouts[number], self._maps[number]

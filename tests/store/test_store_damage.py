@@ -2,7 +2,6 @@
 that names them, and none of their rows is handed out."""
 
 import json
-import os
 import re
 import struct
 from pathlib import Path
@@ -119,21 +118,6 @@ def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, ch
     )
     with pytest.raises(StoreError, match=rf"cannot read .*store\.json: {said}"):
         ActivationStore.open(tmp_path / "s")
-
-
-@pytest.mark.parametrize("maps", [1, 256])
-def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path, monkeypatch, maps):
-    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", maps)
-    path = tmp_path / "s" / "shards" / "00000.h5"
-    rows = make_store(tmp_path / "s", ROWS).split("all")
-    np.testing.assert_array_equal(collect(rows.sequential(64)), ROWS)
-    if maps == 1:
-        flip(path, path.stat().st_size // 2)
-        with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
-            collect(rows.sequential(64))
-    os.truncate(path, 1000)
-    with pytest.raises(StoreError, match=r"00000\.h5 (was cut short|is truncated): .*, got 1000"):
-        collect(rows.sequential(64))
 
 
 def test_files_that_store_json_does_not_list_are_ignored(tmp_path):
