@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from ..base.documents import demand_version, parse_json
 from ..base.errors import StoreError
-from ..base.files import regular, write_json
+from ..base.files import write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from .options import StoredDtype
 from .values import CODES, DTYPES, Norms
@@ -225,7 +225,7 @@ def read_meta(store: Path) -> StoreMeta:
     """Read a store's `store.json`; StoreError if it is damaged, of another version, or missing."""
     path = store / STORE_MARKER
     try:
-        meta = StoreMeta.from_json(regular(path).read_bytes())
+        meta = StoreMeta.from_json(path.read_bytes())
         if meta.ranks:
             folders = sorted(folder.parent for folder in (store / SHARDS).glob(f"*/{STORE_MARKER}"))
             return meta.joined({folder.name: read_meta(folder) for folder in folders})
