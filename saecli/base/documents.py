@@ -108,7 +108,6 @@ class RunDocument(Marker):
     )
     beside: tuple[str, ...] = ()  # names of further stores
     target: str | None = None  # name of the targets' store, if they are not the rows
-    init: Named | None = None  # the SAE that it began from
     result: Result | None = None  # None until it is finished
     settings: dict[str, Any] = field(default_factory=dict)  # all entries
 

@@ -166,24 +166,15 @@ def make_folder(path: Path) -> None:
 def lock_folder(folder: Path) -> int:
     """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it. Temporary files
     that killed owners of the lock left are removed."""
-    while True:
-        make_folder(folder)
-        try:
-            # A file in it, since network file systems lock no folders.
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed the folder with the lock since the file was opened.
-            if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
-                for left in folder.glob(".*.partial"):
-                    if not left.is_dir():
-                        left.unlink()
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
+    make_folder(folder)
+    # A file in it, since network file systems lock no folders.
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in folder.glob(".*.partial"):
+            if not left.is_dir():
+                left.unlink()
+        return descriptor
+    except BaseException:
         os.close(descriptor)
+        raise

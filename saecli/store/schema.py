@@ -96,10 +96,9 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """The number of known features, and the SHA-256 of `world.safetensors`."""
+    """The number of known features, which `world.safetensors` holds."""
 
     features: int
-    sha256: str
 
 
 @dataclass(frozen=True)

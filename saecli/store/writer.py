@@ -277,12 +277,8 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
 def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
     """Begin a store in a locked folder, or return the contents of `store.json` of the one to resume."""
     if not (path / STORE_MARKER).exists():
-        for entry in path.iterdir():
-            if not entry.name.startswith("."):
-                raise StoreError(
-                    f"cannot make a store in {path}: expected an empty folder, got one that holds "
-                    f"{entry.name}; choose another --name"
-                )
+        if any(path.glob("[!.]*")):
+            raise StoreError(f"{path} is no store, and not empty; choose another --name")
         write_meta(path, meta)
         return meta
     stored = read_meta(path)
@@ -300,13 +296,9 @@ def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
                 f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
                 "choose another --name, or remove that store"
             )
-    expected, given = stored.ranks or 1, meta.ranks or 1
-    command = "one process, without torchrun"
-    if expected > 1:
-        command = f"`torchrun --nproc-per-node {expected}`"
     raise StoreError(
-        f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
-        f"{given}; run the command with {command}, or remove that store"
+        f"cannot go on with {path}: expected the number of processes that began it, {stored.ranks or 1}, "
+        f"got {meta.ranks or 1}; run the command with as many, or remove that store"
     )
 
 

@@ -76,7 +76,7 @@ def test_more_processes_than_gpus_compute_on_the_cpu_alone(monkeypatch: pytest.M
     for name in (*machine.LAUNCHED, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "3")
     assert device_named("cpu") == torch.device("cpu")
-    said = r"3 processes on a machine of 2 GPUs: .*--device cpu"
+    said = r"no GPU for each of the 3 processes of this machine: .*--device cpu"
     for name in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=said):
             device_named(name)
