@@ -187,7 +187,9 @@ class StoreMeta:
         norms = [part.norms for part in parts.values() if part.norms]
         return dataclasses.replace(
             self,
-            complete=len(parts) == self.ranks and all(part.complete for part in parts.values()),
+            complete=bool(shards)
+            and len(parts) == self.ranks
+            and all(part.complete for part in parts.values()),
             shards=tuple(shards),
             dropped=dict(dropped),
             norms=reduce(add, norms) if norms else None,

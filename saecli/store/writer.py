@@ -10,7 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..base.errors import StoreError
-from ..base.files import LOCK, lock_folder
+from ..base.files import lock_folder
 from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from .schema import (
@@ -50,7 +50,7 @@ class StoreWriter:
             meta = writer.finish()
 
     On resuming, the writer skips the rows of the first block that are stored. Leaving the `with` without `finish` drops
-    the unfinished shard, and removes a store without rows.
+    the unfinished shard.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, is_part: bool) -> None:
@@ -86,8 +86,6 @@ class StoreWriter:
         try:
             if self._shard:
                 self._shard.abandon()
-            if not self.meta.rows and not self.complete:
-                remove_empty(self.path)
         finally:
             os.close(self._lock)
 
@@ -268,8 +266,6 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
         try:
             return lock, _begun(path, meta)
         except BaseException:
-            if not (path / STORE_MARKER).exists():
-                _forsake(path)
             os.close(lock)
             raise
 
@@ -286,7 +282,7 @@ def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
     same_ranks = stored.complete or stored.ranks == meta.ranks
     if wanted == got and same_ranks:
         return stored
-    if not stored.complete and not stored.rows:  # the store was killed before it had a row
+    if not stored.complete and not stored.rows:  # it was stopped before it had a row
         _remove_contents(path)
         write_meta(path, meta)
         return meta
@@ -300,21 +296,6 @@ def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
         f"cannot go on with {path}: expected the number of processes that began it, {stored.ranks or 1}, "
         f"got {meta.ranks or 1}; run the command with as many, or remove that store"
     )
-
-
-def _forsake(path: Path) -> None:
-    """Remove the lock's file, while the lock is held, and the folder if nothing else is in it."""
-    with suppress(OSError):
-        (path / LOCK).unlink(missing_ok=True)
-        path.rmdir()
-
-
-def remove_empty(path: Path) -> None:
-    """Remove a store whose list of shards is empty, while its lock is held."""
-    with suppress(OSError):
-        _remove_contents(path)
-        (path / STORE_MARKER).unlink(missing_ok=True)
-    _forsake(path)
 
 
 def _remove_contents(path: Path) -> None:
@@ -352,11 +333,9 @@ def _reporting(path: Path, rows: int) -> Iterator[None]:
 @contextmanager
 def ranked_store(path: Path, meta: StoreMeta) -> Iterator[None]:
     """Rank 0's lock on a store that `meta.ranks` processes write, which begins or resumes it; StoreError as by
-    `StoreWriter.open`. A store without rows is removed."""
+    `StoreWriter.open`."""
     lock, _ = claim(path, meta)
     try:
         yield
-        if not read_meta(path).rows:
-            remove_empty(path)
     finally:
         os.close(lock)

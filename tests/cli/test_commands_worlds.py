@@ -89,14 +89,14 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae):
     assert sae("list", "--check").status == 0
 
 
-def test_a_missing_world_is_refused_an_empty_store_removed(sae, monkeypatch):
+def test_a_missing_world_is_refused_and_an_empty_store_unfinished(sae, monkeypatch):
     sae("import", "synthetic", *SMALL)
     make_run(sae.home, "run", random_sae(d_in=WIDTH), data="synthetic")
     (opened(sae).path / "world.safetensors").unlink()
     sae("eval", "run").fails(1, "cannot read")
     monkeypatch.setattr(World, "rows", lambda *_: np.full((3000, WIDTH), np.nan))
     sae("import", "synthetic", *SMALL, "--name", "other").fails(1, "no rows to store")
-    assert not (sae.home / "activations" / "other").exists()
+    assert opened(sae, "other").rows == 0
 
 
 def perfect(world: World) -> SAE:
