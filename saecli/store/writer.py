@@ -34,7 +34,7 @@ from .schema import (
 )
 from .shard import Shard
 from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
-from .values import DTYPES, Windows
+from .values import Windows
 
 
 class StoreWriter:
@@ -171,16 +171,12 @@ class StoreWriter:
         end: int,
     ) -> int:
         """Write rows of a block, `begin` to `end` or the end of the shard, into it; the number of the next."""
-        stored = DTYPES[self.meta.dtype]
         if self._shard is None:
             path = self.path / SHARDS / shard_name(len(self.meta.shards))
             self._shard = ShardWriter(path, self.meta)
         stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
-        part = rows[begin:stop]
-        if part.dtype != stored.storage:
-            part = stored.encode_rows(np.ascontiguousarray(part))
         self._shard.append(
-            part,
+            rows[begin:stop],
             {name: columns[name][begin:stop] for name in self.meta.row_values},
             None if windows is None else windows.part(begin, stop, self._shard.rows),
         )
