@@ -1,7 +1,6 @@
 """A command's output: tables or one JSON document on stdout, notes and progress on stderr."""
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -37,15 +36,12 @@ class Listener(Protocol):
 
 
 class Silent:
-    """Discards notes and progress, and warns as Python does, at the caller of saecli."""
+    """Discards notes and progress, and warns as Python does."""
 
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        level, package = 1, __name__.partition(".")[0]
-        while sys._getframe(level).f_globals.get("__name__", "").partition(".")[0] == package:
-            level += 1
-        warnings.warn(text, stacklevel=level + 1)
+        warnings.warn(text, stacklevel=2)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:

@@ -26,15 +26,12 @@ def device_named(name: str) -> torch.device:
     """The device for a value of `--device`; ConfigError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda:") and local_world() > 1:
+    processes = local_world()
+    each_has_one = name == "cuda" and torch.cuda.device_count() >= processes
+    if name.startswith("cuda") and processes > 1 and not each_has_one:
         raise ConfigError(
-            f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
-            "one each; use --device cuda, which does, or cpu"
-        )
-    if name == "cuda" and 0 < torch.cuda.device_count() < local_world():
-        raise ConfigError(
-            f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} GPUs: "
-            "expected one GPU for each; lower --nproc-per-node of torchrun, or use --device cpu"
+            f"--device {name} has no GPU for each of the {processes} processes of this machine: use --device cuda "
+            "with a process per GPU, or --device cpu"
         )
     try:
         device = torch.device(name)

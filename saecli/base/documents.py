@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import RunError
-from .files import regular
 
 Document = TypeVar("Document")
 RUN_VERSION = 1  # of run.json
@@ -27,8 +26,8 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 def read_json(path: Path, kind: type[Document]) -> Document:
-    """The document in a regular file; OSError, or ValueError as `parse_json`."""
-    return parse_json(regular(path).read_bytes(), kind)
+    """The document in a file; OSError, or ValueError as `parse_json`."""
+    return parse_json(path.read_bytes(), kind)
 
 
 def parse_json(text: str | bytes, kind: type[Document]) -> Document:
@@ -109,7 +108,6 @@ class RunDocument(Marker):
     )
     beside: tuple[str, ...] = ()  # names of further stores
     target: str | None = None  # name of the targets' store, if they are not the rows
-    init: Named | None = None  # the SAE that it began from
     result: Result | None = None  # None until it is finished
     settings: dict[str, Any] = field(default_factory=dict)  # all entries
 
@@ -133,7 +131,7 @@ def demand_version(text: str | bytes, newest: int, oldest: int = 1) -> None:
 def read_run(path: Path) -> RunDocument:
     """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
     try:
-        text = regular(path).read_bytes()
+        text = path.read_bytes()
         demand_version(text, RUN_VERSION)
         return replace(parse_json(text, RunDocument), settings=parse_json(text, dict[str, Any]))
     except (OSError, ValueError) as error:

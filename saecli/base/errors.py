@@ -89,14 +89,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
-    """A question for at most `most` choices that are close; empty if none is."""
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A question for the closest choice; empty if none is close."""
     spelt = {choice.casefold(): choice for choice in choices}
-    close = [spelt[match] for match in get_close_matches(word.casefold(), spelt, most)]
-    if not close:
-        return ""
-    *others, last = close
-    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    close = get_close_matches(word.casefold(), spelt, 1)
+    return f"did you mean {spelt[close[0]]}?" if close else ""
 
 
 def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
@@ -132,10 +129,10 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def numbers_in_words(numbers: Iterable[int], least: int = 3) -> str:
-    """Different numbers as in "3", "0, 1, 7" and, if `least` or more follow each other, "4 to 29"."""
+def numbers_in_words(numbers: Iterable[int]) -> str:
+    """Different numbers as in "3", "0, 1, 7" and, if three or more follow each other, "4 to 29"."""
     ordered = sorted(numbers)
-    if len(ordered) >= least and ordered[-1] - ordered[0] == len(ordered) - 1:
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
         return f"{ordered[0]} to {ordered[-1]}"
     return ", ".join(map(str, ordered))
 
@@ -147,6 +144,5 @@ def layers_in_words(layers: Iterable[int]) -> str:
 
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
-    count = min(count, 1e300)  # a damaged file may claim more than a float holds
     power = sum(count >= 1000**power for power in range(1, len(UNITS)))
     return f"{count / 1000**power:.3g} {UNITS[power]}"

@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -20,18 +20,6 @@ from .errors import ConfigError
 
 LOCK = ".lock"
 _PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)(\.[0-9a-f]{8})?\.partial(?![\w.])")
-
-
-class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
-    """A path that is no file: a device may not end, and reading a pipe may block."""
-
-
-def regular(path: Path) -> Path:
-    """The path of a file, or of a link to one; NotAFile or FileNotFoundError for anything else."""
-    if not path.is_file():
-        path.stat()
-        raise NotAFile("expected a file, got a folder or a device")
-    return path
 
 
 def flush_to_disk(path: Path) -> None:
@@ -44,8 +32,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a regular file's bytes, in hexadecimal."""
-    with regular(path).open("rb") as file:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -152,8 +140,8 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def check_place(path: Path) -> None:
     """OSError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
-    with suppress(FileNotFoundError):
-        regular(path)  # would be replaced
+    if path.exists() and not path.is_file():  # would be replaced
+        raise OSError("expected a file, got a folder or a device")
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}")
     NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent).close()
@@ -178,24 +166,15 @@ def make_folder(path: Path) -> None:
 def lock_folder(folder: Path) -> int:
     """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it. Temporary files
     that killed owners of the lock left are removed."""
-    while True:
-        make_folder(folder)
-        try:
-            # A file in it, since network file systems lock no folders.
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed the folder with the lock since the file was opened.
-            if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
-                for left in folder.glob(".*.partial"):
-                    if not left.is_dir():
-                        left.unlink()
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
+    make_folder(folder)
+    # A file in it, since network file systems lock no folders.
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in folder.glob(".*.partial"):
+            if not left.is_dir():
+                left.unlink()
+        return descriptor
+    except BaseException:
         os.close(descriptor)
+        raise

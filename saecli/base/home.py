@@ -18,7 +18,6 @@ STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
 # Advice on a marker that cannot be read.
 UNREADABLE = "restore it, or remove the folder to go on without it"
-LISTED = 3  # entries that a message names
 NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
 
 
@@ -33,10 +32,9 @@ def checked_name(name: str, what: str = "--name") -> str:
     is_plain = name.isprintable() and not name.startswith(".") and "/" not in name
     if name and is_plain and len(name.encode()) <= NAME_BYTES:
         return name
-    shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
     raise ConfigError(
         f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
-        f"of at most {NAME_BYTES} bytes, got {shown}"
+        f"of at most {NAME_BYTES} bytes, got {name!r:.60}"
     )
 
 
@@ -78,15 +76,6 @@ class Shelf:
         markers = self.markers()
         return [name for name in markers if getattr(markers[name], "complete", None) is False]
 
-    def unmarked(self) -> dict[str, str]:
-        """Advice on each folder that holds something but no marker, by name. Hidden files do not count, such as the
-        lock of a starting command."""
-        return {
-            path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
-            for path in sorted(self.path.glob("[!.]*"))
-            if any(path.glob("[!.]*")) and not (path / self.marker).exists()
-        }
-
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest complete one, else of the newest."""
         markers = self.markers()
@@ -113,15 +102,9 @@ class Shelf:
         return list(dict.fromkeys(chosen))
 
     def instead_of(self, name: str) -> str:
-        """Names similar to one that does not exist, else the newest, in words."""
-        names = self.names()
-        if not names:
-            return f"{self.path} holds none, {self.remedy}"
-        if question := did_you_mean(name, names, LISTED):
-            return question
-        listed = f"there are: {', '.join(names[:LISTED])}"
-        left = len(names) - LISTED
-        return f"{listed} and {left:,} more, which `sae list` shows" if left > 0 else listed
+        """Advice on a name that no entry has."""
+        question = did_you_mean(name, self.names())
+        return question or f"`sae list` shows every {self.noun}, or {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -131,15 +114,6 @@ class Home:
     path: Path
 
     DEFAULT: ClassVar[str] = "sae-data"
-
-    def __post_init__(self) -> None:
-        wrong = ""
-        if self.path.is_file():
-            wrong = "expected a folder, got a file; "
-        elif self.path.is_symlink() and not self.path.exists():
-            wrong = f"it is a link to {self.path.readlink()}, which does not exist; make that folder, or "
-        if wrong:
-            raise ConfigError(f"cannot use {self.path} as the home: {wrong}give another --home")
 
     @classmethod
     def at(cls, path: str | Path | Home | None) -> Self:

@@ -72,38 +72,18 @@ def available_memory() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes left below the memory limits of this process's control group and of those that it is nested in.
-
-    Page cache does not count as used, as in the kernel's MemAvailable: stores that are read fill it. A container may
-    see its own group as the root of the file system, which is why the root is always looked at.
-    """
-    lines = OWN_CGROUP.read_text(encoding="utf-8").splitlines() if OWN_CGROUP.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers:  # version 2
-            root, limit_file, usage_file, prefix = CGROUP, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):  # version 1
-            root, prefix = CGROUP / "memory", "total_"
-            limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        own = root / path.strip("/")
-        for group in (own, *own.parents):
-            with suppress(OSError):  # such as a group that is not seen from here
-                limit = (group / limit_file).read_text(encoding="ascii").strip()
-                used = int((group / usage_file).read_text(encoding="ascii"))
-                if limit != "max":
-                    yield max(0, int(limit) - used + _page_cache(group / "memory.stat", prefix))
-            if group == root:
-                break
-
-
-def _page_cache(stat: Path, prefix: str) -> int:
-    """Bytes of files in a control group's memory, by its `memory.stat`; 0 without one."""
-    if not stat.exists():
-        return 0
-    wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
-    counts = (line.split(" ") for line in stat.read_text(encoding="ascii").splitlines())
-    return sum(int(count) for name, count in counts if name in wanted)
+    """Bytes left below the memory limits of this process's control group, of version 2, and of those that it is nested
+    in. Page cache does not count as used, as in the kernel's MemAvailable: stores that are read fill it."""
+    if not OWN_CGROUP.exists():
+        return
+    own = CGROUP / OWN_CGROUP.read_text(encoding="utf-8").partition("0::/")[2].strip()
+    for group in (own, *own.parents):
+        with suppress(OSError, ValueError):  # no such group, or no limit: "max"
+            limit = int((group / "memory.max").read_text(encoding="ascii"))
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            stat = (group / "memory.stat").read_text(encoding="ascii")
+            cached = re.findall("^(?:in)?active_file ([0-9]+)", stat, re.MULTILINE)
+            yield max(0, limit - used + sum(map(int, cached)))
 
 
 def why_unreachable() -> str | None:

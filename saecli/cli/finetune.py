@@ -49,17 +49,15 @@ def command(
 
     Example: sae finetune first --model google/gemma-2-2b
     """
-    from ..store.opening import note_when_stopped
     from ..train.finetune import resume_jobs
 
     session = start(ctx)
     with ExitStack() as claims:
-        with note_when_stopped(session.console):
-            if resume:
-                demand_alone(session)
-                groups = [resume_jobs(session.home, name, session.console, claims)]
-            else:
-                groups = _new_jobs(session, options, claims)
+        if resume:
+            demand_alone(session)
+            groups = [resume_jobs(session.home, name, session.console, claims)]
+        else:
+            groups = _new_jobs(session, options, claims)
         train_and_print(session, groups)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line, unknown_choice
-from ..base.files import demand_place, is_free, regular, write_csv
+from ..base.files import demand_place, is_free, write_csv
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
 from ..extract.options import SITES
@@ -207,7 +207,7 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
     import tomllib
 
     try:
-        document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"cannot read --config {path}: {one_line(error)}; expected TOML, lines such as d_sae = 512"

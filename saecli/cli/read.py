@@ -76,12 +76,11 @@ def command(
 
 def _file(text: Path | None, chat: Path | None) -> Any:
     from ..base.documents import read_json
-    from ..base.files import regular
 
     path, expected = text, "a text in UTF-8"
     try:
         if path is not None:
-            return regular(path).read_text(encoding="utf-8-sig")
+            return path.read_text(encoding="utf-8-sig")
         path, expected = chat, "a JSON list of messages, each with role and content"
         return read_json(Path(str(chat)), list[dict[str, Any]])
     except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ def command(
 ) -> None:
     """Remove stores and runs with all their files.
 
-    Lists them first, with sizes, the runs trained on a store, and the unfinished fine-tunings that need a run.
+    Lists them first, with sizes and the runs trained on a store.
 
     Example: sae rm first --yes
     """
@@ -35,10 +35,7 @@ def command(
     session = start(ctx)
     entries = removable(session.home, names, kind)
     for entry in entries:
-        use = (
-            "trained on it" if entry["kind"] == "store" else "unfinished fine-tunings that need it"
-        )
-        users = f"; {use}: {', '.join(entry['users'])}" if entry["users"] else ""
+        users = f"; trained on it: {', '.join(entry['users'])}" if entry["users"] else ""
         session.console.note(
             f"{entry['kind']} {entry['name']}: {size_words(entry['bytes'])} in {entry['path']}{users}"
         )

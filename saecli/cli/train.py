@@ -173,17 +173,15 @@ def command(
     """
     if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ..store.opening import note_when_stopped
     from ..train.jobs import resume_job
 
     session = start(ctx)
     with ExitStack() as claims:
-        with note_when_stopped(session.console):
-            if resume:
-                demand_alone(session)
-                groups = [[resume_job(session.home, name, session.console, claims)]]
-            else:
-                groups = _new_jobs(session, options, claims)
+        if resume:
+            demand_alone(session)
+            groups = [[resume_job(session.home, name, session.console, claims)]]
+        else:
+            groups = _new_jobs(session, options, claims)
         train_and_print(session, groups, each)
 
 

@@ -141,7 +141,7 @@ class Modules:
         names = [self.name(path) for path, _ in self.model.named_modules() if path]
         if "*" in name:
             names = list(dict.fromkeys(map(folded, names)))
-        question = did_you_mean(name, names, most=3) or "see `sae extract --list-modules`"
+        question = did_you_mean(name, names) or "see `sae extract --list-modules`"
         return ConfigError(
             f"--module must be the name of a module of the model, got {name!r}; {question}"
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ..base.errors import ModelError, causes, one_line
-from ..base.files import NotAFile, file_sha256, regular
+from ..base.files import file_sha256
 from ..base.machine import is_passing, why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
@@ -355,13 +355,11 @@ def _local_file(dataset: str) -> Path:
             f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging "
             f"Face dataset id, or {STDLIB_DOCS}; check the name"
         )
-    try:
-        if regular(path).suffix.lower() not in LOCAL_SUFFIXES:
-            raise NotAFile("expected a .txt, .jsonl or .parquet file, got a file of another kind")
-    except OSError as error:
+    if path.suffix.lower() not in LOCAL_SUFFIXES:
         raise ModelError(
-            f"the text source {dataset} cannot be read: {error}; convert it or name another"
-        ) from error
+            f"the text source {dataset} cannot be read: expected a .txt, .jsonl or .parquet file, got "
+            "one of another kind; convert it or name another"
+        )
     return path
 
 

@@ -119,7 +119,7 @@ class Rule:
     def label(self) -> str:
         values = ", ".join(self.values)
         if self.words.startswith("position"):
-            values = numbers_in_words(map(int, self.values), least=2)
+            values = numbers_in_words(map(int, self.values))
         return self.words.format(values)
 
     def matches(self, tokens: np.ndarray) -> np.ndarray:

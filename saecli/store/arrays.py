@@ -7,14 +7,11 @@ Legend: R rows, F features.
 
 import gzip
 import math
-import os
 import pickle
 import re
 import struct
-import tokenize
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ..base.errors import FormatError, size_words
-from ..base.files import NotAFile, regular
 from ..base.machine import available_memory
 from .options import StoredDtype
 
@@ -34,9 +30,7 @@ if TYPE_CHECKING:
     import h5py
 
 BLOCK_BYTES = 16 << 20
-REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
 ROW_NUMBERS = r"bool|uint8|b?float\d+"  # as activations and images have them
-TWO_BYTES = ("uint16", "int16", "void16")  # as files hold bfloat16 for which they have no type
 IN_PIECES = "save it as .npy, which is read in pieces"
 IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 CHUNK_CACHE_BYTES = 64 << 20  # of an HDF5 dataset, whose rows may be read a chunk's part at a time
@@ -90,25 +84,11 @@ class ArraySource:
             yield max(row, start), block.reshape(-1, self.features)[max(0, start - row) :]
 
 
-# Raised for unreadable files, each as observed. Exceptions that could come from a bug here are not listed; `libraries`
-# catches these where the libraries are called.
-UNREADABLE = (
-    OSError,  # gzip: wrong checksum, or not gzip; the system
-    EOFError,  # gzip, zip, pickle: truncated
-    ValueError,  # NumPy: missing numbers; names that are not UTF-8
-    OverflowError,  # zip, torch, safetensors: sizes and offsets beyond 64 bits
-    RuntimeError,  # torch: no archive, or truncated storages; zip: an unknown version or method
-    zlib.error,  # damaged compression
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    SafetensorError,
-)
-
-
 @contextmanager
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
-    """Turn the libraries' exceptions for unreadable files into a FormatError that names the file. Their messages, which
-    may advise to run the code in a file, are dropped. `to_fit`: what to do if memory is too small."""
+    """Turn what libraries raise for unreadable files into a FormatError that names the file: NumPy, torch, h5py and
+    safetensors document no set of exceptions. Their messages, which may advise to run the code in a file, are dropped.
+    `to_fit`: what to do if memory is too small."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -116,34 +96,15 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise FormatError(f"there is no file {name}; check the path") from error
-    except NotAFile as error:
-        raise FormatError(f"cannot read {name}: {error}; give a file") from error
     except MemoryError as error:
         raise FormatError(
             f"cannot read {name}: expected memory for it, got none; {to_fit}"
         ) from error
-    except UNREADABLE as error:
-        number = getattr(error, "errno", None)
-        reason = os.strerror(number) if number else "it is damaged or of another format"
-        remedy = "check the path" if number else "check that the file is whole and of this format"
-        raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
-
-
-@contextmanager
-def libraries() -> Iterator[None]:
-    """Turn what else NumPy and torch raise for damaged files into a ValueError."""
-    try:
-        yield
-    except (
-        struct.error,
-        LookupError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        SyntaxError,
-        tokenize.TokenError,
-    ) as error:
-        raise ValueError(str(error)) from error
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or "it is damaged or of another format"
+        raise FormatError(
+            f"cannot read {name}: {reason}; check that the file is whole and of this format"
+        ) from error
 
 
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
@@ -155,28 +116,13 @@ def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
         )
 
 
-def as_bfloat16(array: Array) -> Array:
-    """An array of `TWO_BYTES` as the bfloat16 numbers whose bits it holds."""
-
-    def read(elements: slice | tuple[()]) -> np.ndarray:
-        values = np.ascontiguousarray(array.read(elements))
-        bits = values.view("<u2") if values.dtype.kind == "V" else values.astype(np.uint16)
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-
-    return replace(array, dtype="bfloat16", read=read)
-
-
 def demand_rows(dtype: str, subject: str) -> None:
     """FormatError if numbers of a type are no rows of activations or images, after the words `subject`."""
-    if re.fullmatch(ROW_NUMBERS, dtype):
-        return
-    if dtype in TWO_BYTES:
-        remedy = "if they are bits of bfloat16 give --bits bfloat16, else convert them to float32"
-    elif re.fullmatch(REAL_NUMBERS, dtype):
-        remedy = "convert them to float32 if they are rows, which token ids are not"
-    else:
-        raise FormatError(f"{subject}: expected an array of real numbers, got one of {dtype}")
-    raise FormatError(f"{subject}: expected floats, or bytes of images, got {dtype}; {remedy}")
+    if not re.fullmatch(ROW_NUMBERS, dtype):
+        raise FormatError(
+            f"{subject}: expected floats, or bytes of images, got {dtype}; convert them to float32 if they "
+            "are rows, which token ids are not"
+        )
 
 
 def _of_numpy(values: np.ndarray) -> Array:
@@ -185,32 +131,29 @@ def _of_numpy(values: np.ndarray) -> Array:
 
 def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
     """A tensor, or a slice of a safetensors file; bfloat16, which NumPy lacks, is read as float32."""
-    kind = tensor if hasattr(tensor, "layout") else tensor[0:0]
+    kind = tensor if hasattr(tensor, "dtype") else tensor[0:0]
     dtype = str(kind.dtype).removeprefix("torch.")
 
     def read(elements: slice | tuple[()]) -> np.ndarray:
         part = tensor[elements]
         return (part.float() if dtype == "bfloat16" else part).numpy(force=True)
 
-    return Array(shape, dtype if str(kind.layout) == "torch.strided" else f"sparse {dtype}", read)
+    return Array(shape, dtype, read)
 
 
 def list_numpy(path: Path) -> Arrays:
     """The arrays of an .npz archive, by name, each read whole when opened; or the mapped one of an .npy file."""
-    with libraries(), path.open("rb") as file:
+    with path.open("rb") as file:
         if file.read(2) == b"PK":
             zipfile.ZipFile(file).close()  # of a damaged one NumPy would leave the file open
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         return {"": lambda: _of_numpy(loaded)}
     loaded.close()
 
     def load(key: str) -> Array:
-        with libraries(), np.load(path, allow_pickle=False) as archive:
-            values = archive[key]
-        if not isinstance(values, np.ndarray):
-            raise ValueError("expected an array, got bytes")
-        return _of_numpy(values)
+        with np.load(path, allow_pickle=False) as archive:
+            return _of_numpy(archive[key])
 
     return {key: partial(load, key) for key in loaded.files}
 
@@ -228,13 +171,10 @@ def _list_safetensors(path: Path) -> Arrays:
 def _list_torch(path: Path) -> Arrays:
     import torch
 
-    visited: set[int] = set()  # mappings, which a file can have in itself, or in many places
-
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield key, value.detach()
-        elif isinstance(value, Mapping) and id(value) not in visited:
-            visited.add(id(value))
+        elif isinstance(value, Mapping):
             for name, entry in value.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
@@ -244,24 +184,14 @@ def _list_torch(path: Path) -> Arrays:
     }
 
 
-def load_torch(path: Path, to_fit: str = IN_PIECES) -> Any:
+def load_torch(path: Path) -> Any:
     """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`. Numbers are mapped
     rather than read if the file allows."""
     import torch
 
     can_map = zipfile.is_zipfile(path)  # files of torch before 1.6 can only be read whole
-    if can_map:
-        with zipfile.ZipFile(path) as file:
-            members = file.infolist()
-        size = sum(member.file_size for member in members)
-        can_map = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-    else:
-        size = path.stat().st_size
-    if not can_map:
-        check_memory(str(path), size, to_fit)
     try:
-        with libraries():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         raise FormatError(
             f"cannot read {path}: it is damaged, or holds other Python objects than tensors, which are not "
@@ -281,10 +211,9 @@ def _list_idx(path: Path) -> Arrays:
             f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
             f"{list(content[:4])}; check that the file is of this format"
         )
-    with libraries():
-        dimensions = content[3]
-        shape = struct.unpack_from(f">{dimensions}I", content, 4)
-        values = np.frombuffer(content, kind, offset=4 + 4 * dimensions).reshape(shape)
+    dimensions = content[3]
+    shape = struct.unpack_from(f">{dimensions}I", content, 4)
+    values = np.frombuffer(content, kind, offset=4 + 4 * dimensions).reshape(shape)
     return {"": lambda: replace(_of_numpy(values), flatten="features")}
 
 
@@ -298,8 +227,7 @@ def list_hdf5(path: Path) -> Arrays:
         if isinstance(item, h5py.Dataset):
             arrays[key] = partial(_of_hdf5, path, item)
 
-    with libraries():
-        h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES).visititems(add)
+    h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES).visititems(add)
     return arrays
 
 
@@ -316,10 +244,9 @@ def _of_hdf5(path: Path, dataset: "h5py.Dataset") -> Array:
     elif _is_partly_written(dataset):
         problem = "was not written in full; write the rest, or cut it to what is there"
     else:
-        with libraries():
-            # A store's bfloat16 is a float of two bytes that h5py gives as float32.
-            is_bfloat16 = dataset.dtype == np.float32 and dataset.id.get_type().get_size() == 2
-            dtype = "bfloat16" if is_bfloat16 else dataset.dtype.name
+        # A store's bfloat16 is a float of two bytes that h5py gives as float32.
+        is_bfloat16 = dataset.dtype == np.float32 and dataset.id.get_type().get_size() == 2
+        dtype = "bfloat16" if is_bfloat16 else dataset.dtype.name
         return Array(dataset.shape or (), dtype, dataset.__getitem__)
     raise FormatError(f"cannot import {path}: the dataset {dataset.name} {problem}")
 
@@ -345,7 +272,7 @@ SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte,
 
 
 def list_arrays(path: Path) -> Arrays:
-    regular(path).open("rb").close()  # so that the system's errors are reported as such
+    path.open("rb").close()  # so that the system's errors are reported as such
     for pattern, lister in ARRAY_FORMATS.items():
         if re.search(pattern, path.name.lower()):
             return lister(path)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from ..base.errors import (
     FormatError,
     StoreError,
     counted,
-    did_you_mean,
     flag_of,
     printable,
     size_words,
@@ -24,11 +23,9 @@ from ..base.files import appearing_whole, file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
 from .arrays import (
-    TWO_BYTES,
     Array,
     Arrays,
     ArraySource,
-    as_bfloat16,
     check_memory,
     demand_rows,
     list_arrays,
@@ -43,7 +40,6 @@ from .values import CODES
 from .worlds import world_of
 from .writer import StoreWriter
 
-NAMED = 20  # most keys that a message lists
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
 SYNTHETIC = "synthetic"
 OF_BOTH = {"dtype", "shard_rows"}  # options of arrays and of synthetic rows
@@ -66,9 +62,8 @@ def import_array(
         file: its path; or `digits` or `patches`, which scikit-learn brings.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         **options: `key` of the array, `dtype` and `shard_rows` of the store; `flatten`, the rows of an array of more
-            than two dimensions: `positions` or `features`; `bits`, `bfloat16` if the array holds the bits of such
-            numbers in 2-byte integers, or 2 bytes without a type; `max_norm_multiple`: drop rows with a norm above
-            this multiple of the median, at least 1.
+            than two dimensions: `positions` or `features`; `max_norm_multiple`: drop rows with a norm above this
+            multiple of the median, at least 1.
 
     Raises:
         ConfigError: an option is unknown or invalid.
@@ -84,7 +79,7 @@ def import_array(
     config = ImportConfig(**options)
     with note_when_stopped(listener) as folders:
         folder = _folder(home, name, Path(file).stem)
-        array = open_array(file, config.key, config.flatten, config.bits)
+        array = open_array(file, config.key, config.flatten)
         folders.append(folder)
         dtype = config.dtype or array.dtype
         shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
@@ -121,7 +116,7 @@ def _source_of(file: str, array: ArraySource, config: ImportConfig) -> dict[str,
     }
     # features, which is some formats' default, gives the same rows either way
     flatten = config.flatten if config.flatten == "positions" else None
-    more = {"max_norm_multiple": config.max_norm_multiple, "flatten": flatten, "bits": config.bits}
+    more = {"max_norm_multiple": config.max_norm_multiple, "flatten": flatten}
     return source | {name: value for name, value in more.items() if value is not None}
 
 
@@ -155,40 +150,27 @@ def import_synthetic(
         request = hash_request({**source, "dtype": dtype, "shard_rows": shape.shard_rows})
         folders.append(folder)
         if (finished := finished_store(folder, request)) is not None:
-            finished.demand_world()
             return finished
         world = world_of(config)
-        content = world.to_bytes()
         meta = StoreMeta(
             source=source,
             request_hash=request,
             dtype=dtype,
             d_in=world.d_in,
             shard_rows=shape.shard_rows or rows_per_shard(world.d_in, dtype, WORLD_SHARD_ROWS),
-            world=WorldRecord(world.features, hashlib.sha256(content).hexdigest()),
+            world=WorldRecord(world.features),
         )
 
         def blocks(start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
-            _write_world(folder, content, meta.world)
+            path = folder / WORLD_FILE
+            if not path.exists():
+                with appearing_whole(path) as temporary:
+                    temporary.write_bytes(world.to_bytes())
             for begin in range(start, config.rows, world.block_rows):
                 codes = world.codes(config.seed, begin // world.block_rows)[: config.rows - begin]
                 yield begin, world.rows(codes), {CODES: codes}
 
         return _filled(folder, meta, config.rows, "sampling", listener, blocks)
-
-
-def _write_world(folder: Path, content: bytes, world: WorldRecord | None) -> None:
-    """Write `world.safetensors` unless it is there; StoreError if the store was begun with another world."""
-    begun = ActivationStore.open(folder).meta.world
-    if begun != world:
-        raise StoreError(
-            f"cannot go on with {folder}: expected a world of SHA-256 {begun}, got {world}, as another machine "
-            "may round differently; remove that store"
-        )
-    path = folder / WORLD_FILE
-    if not (path.is_file() and path.read_bytes() == content):
-        with appearing_whole(path) as temporary:
-            temporary.write_bytes(content)
 
 
 def is_world(source: str) -> bool:
@@ -235,25 +217,15 @@ def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:
         )
 
 
-def open_array(
-    file: str, key: str | None = None, flatten: str | None = None, bits: str | None = None
-) -> ArraySource:
+def open_array(file: str, key: str | None = None, flatten: str | None = None) -> ArraySource:
     """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     if file in SAMPLES and not Path(file).exists():
-        if key or flatten or bits:
-            raise FormatError(
-                f"{file} come whole from scikit-learn; leave out --key, --flatten and --bits"
-            )
+        if key or flatten:
+            raise FormatError(f"{file} come whole from scikit-learn; leave out --key and --flatten")
         return SAMPLES[file]()
     path = Path(file)
     with naming(file):
         array = _choose(list_arrays(path), key, path)
-    if bits and array.dtype not in TWO_BYTES:
-        raise FormatError(
-            f"--bits does nothing with {file}: expected one of {', '.join(TWO_BYTES)}, got "
-            f"{array.dtype}; leave it out"
-        )
-    array = as_bfloat16(array) if bits else array
     demand_rows(array.dtype, f"cannot import {file}")
     shape = _flattened(array, file, flatten)
     # An allocator need not refuse what a file claims.
@@ -271,30 +243,16 @@ def open_array(
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path) -> Array:
-    keys = _words(arrays) or "none"
-    if key is None:
-        if len(arrays) != 1:
-            raise FormatError(
-                f"expected one array in {path}, got {len(arrays)} ({keys}); choose one with --key"
-            )
-        (open_only,) = arrays.values()
-        return open_only()
-    if "" in arrays:
+    if key is None and len(arrays) == 1:
+        (key,) = arrays
+    elif "" in arrays:
         raise FormatError(f"{path} holds one array, without a key; leave out --key")
-    if key not in arrays:
-        question = did_you_mean(key, arrays)
+    elif key not in arrays:
+        what = f"no array {key}" if key else f"{len(arrays)} arrays"
         raise FormatError(
-            f"{path} has no array for --key {key}; expected one of its keys ({keys})"
-            + (f"; {question}" if question else "")
+            f"{path} has {what}; choose by --key one of its keys ({', '.join(arrays) or 'none'})"
         )
     return arrays[key]()
-
-
-def _words(keys: Iterable[str]) -> str:
-    names = [key if key.isprintable() else repr(key) for key in keys if key]
-    return ", ".join(names[:NAMED]) + (
-        f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    )
 
 
 def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:

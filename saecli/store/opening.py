@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.documents import RunDocument, read_run
+from ..base.documents import read_run
 from ..base.errors import (
     ConfigError,
     PeerError,
@@ -20,7 +20,6 @@ from ..base.errors import (
     StoreError,
     counted,
     did_you_mean,
-    layers_in_words,
 )
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
@@ -93,11 +92,10 @@ class Joined:
         """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
         first, *others = self.all
         for other in others:
-            for what, ours, theirs in _differences(first, other):
+            if difference := _difference(first, other):
                 raise ConfigError(
-                    f"{first.name} and {other.name} are not row for row the same tokens: expected the same "
-                    f"{what}, got {ours} and {theirs}; make both with one `sae extract`, by several --sites or "
-                    "--layers"
+                    f"{first.name} and {other.name} are not row for row the same tokens: they differ in "
+                    f"{difference}; make both with one `sae extract`, by several --sites or --layers"
                 )
 
     def split(self, which: Which, **choice: Any) -> Rows | JoinedRows:
@@ -109,24 +107,20 @@ class Joined:
         return JoinedRows(inputs, target)
 
 
-def _differences(
-    first: ActivationStore, other: ActivationStore
-) -> Iterator[tuple[str, object, object]]:
-    """In what two stores differ, and what each has, one row after the other."""
+def _difference(first: ActivationStore, other: ActivationStore) -> str:
+    """In what two stores differ, in words; empty if they hold rows of the same tokens."""
     for what, ours, theirs in (
         ("rows", first.rows, other.rows),
         ("dtype", first.dtype, other.dtype),
         ("columns", first.meta.columns, other.meta.columns),
     ):
         if ours != theirs:
-            yield what, ours, theirs
+            return f"{what}, {ours} and {theirs}"
     for column in first.meta.columns:
-        begin = 0
         parts = (store.split("all").column(column, COMPARED_ROWS) for store in (first, other))
-        for ours, theirs in zip(*parts, strict=True):
-            for row in np.flatnonzero(ours != theirs):
-                yield f"{column} in row {begin + row:,}", ours[row], theirs[row]
-            begin += len(ours)
+        if not all(np.array_equal(*pair) for pair in zip(*parts, strict=True)):
+            return f"the column {column}"
+    return ""
 
 
 def find_store(home: Home, name: str | None) -> ActivationStore:
@@ -170,30 +164,20 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str]]:
     """The names of input stores and, of the same layer, target stores, in order of layers; ConfigError unless both have
     the same layers, each once."""
-    by_layer: list[dict[int, str]] = []
-    for option, names in (("--data", data), ("--target", targets)):
-        layers: dict[int, str] = {}
-        for name in names:
-            layer = find_store(home, name).meta.source.get("layer")
-            if not isinstance(layer, int):
-                raise ConfigError(
-                    f"{option} names {name}, which records no layer: expected stores that `sae extract` made; pair "
-                    "it alone, without --each"
-                )
-            if layer in layers:
-                raise ConfigError(
-                    f"{option} names two stores of layer {layer}, {layers[layer]} and {name}: expected one for each "
-                    "layer; narrow the pattern"
-                )
-            layers[layer] = name
-        by_layer.append(layers)
-    inputs, outputs = by_layer
-    for option, own, other in (("--data", inputs, outputs), ("--target", outputs, inputs)):
-        if missing := other.keys() - own.keys():
-            raise ConfigError(
-                f"{option} lacks {layers_in_words(missing)}: expected stores of the same layers by --data and "
-                "--target, for one transcoder each; name both for all, or for fewer layers"
-            )
+    layers: list[list[Any]] = [
+        [find_store(home, name).meta.source.get("layer") for name in names]
+        for names in (data, targets)
+    ]
+    inputs, outputs = (
+        dict(zip(own, names, strict=True))
+        for own, names in zip(layers, (data, targets), strict=True)
+    )
+    is_each_once = len(inputs) == len(data) and len(outputs) == len(targets)
+    if None in inputs or inputs.keys() != outputs.keys() or not is_each_once:
+        raise ConfigError(
+            "expected one store of each layer by --data, and one of the same layers by --target, got layers "
+            f"{layers[0]} and {layers[1]}; name other stores, or pair two alone, without --each"
+        )
     return [(inputs[layer], outputs[layer]) for layer in sorted(inputs)]
 
 
@@ -235,22 +219,16 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 @contextmanager
 def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """If Ctrl-C ends a command before it begins its work, say so; of one that fills stores, whose folders go into the
-    list, how many rows are saved."""
+    """If Ctrl-C ends a command that fills stores, whose folders go into the list, say how many rows are saved."""
     folders: list[Path] = []
     try:
         yield folders
     except (KeyboardInterrupt, PeerError):
         begun = [folder for folder in folders if (folder / STORE_MARKER).exists()]
         if rows := sum(read_meta(folder).rows for folder in begun):
-            verb = "is" if rows == 1 else "are"
             listener.note(
-                f"stopped; {counted(rows, 'row')} {verb} saved, and the same command goes on from there"
+                f"stopped; {rows:,} rows are saved, and the same command goes on from there"
             )
-        elif folders:
-            listener.note("stopped before anything was saved; the same command begins again")
-        else:
-            listener.note("stopped before it began; nothing was changed")
         raise
 
 
@@ -309,21 +287,15 @@ def _entries(
     shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The entries of a shelf, newest first; an unreadable one has a `problem`."""
-    problems = shelf.unmarked()
-    described = {}
-    for marker in shelf.path.glob(f"*/{shelf.marker}"):
-        name = marker.parent.name
-        try:
-            described[name] = describe(shelf, name)
-        except SaeError as error:
-            problems[name] = str(error)
-    for name, problem in problems.items():
-        described[name] = {"state": "unreadable", "created": "", "problem": problem}
     entries = []
-    for name, description in described.items():
-        path = shelf.path / name
+    for marker in shelf.path.glob(f"*/{shelf.marker}"):
+        path = marker.parent
+        try:
+            description = describe(shelf, path.name)
+        except SaeError as error:
+            description = {"state": "unreadable", "created": "", "problem": str(error)}
         size = {"bytes": folder_bytes(path)}
-        entries.append({"name": name, "path": str(path), **description, **size})
+        entries.append({"name": path.name, "path": str(path), **description, **size})
     return sorted(entries, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
 
 
@@ -352,36 +324,22 @@ def _describe_run(shelf: Shelf, name: str) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # renamed by a running command
-            continue
-    return total
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
-    """A sentence for each problem with the shards of readable stores, or with their entries in `store.json`."""
-    done = 0
+    """A sentence for each problem with the shards of readable stores."""
     problems: list[str] = []
-    with listener.progress("checking", sum(store["bytes"] for store in stores), "bytes") as show:
-        for store in stores:
+    with listener.progress("checking", len(stores), "stores") as show:
+        for number, store in enumerate(stores):
+            show(number, store["name"])
             if "problem" not in store:
-                opened = ActivationStore.open(Path(store["path"]))
-
-                def show_read(read: float, before: int = done, name: str = store["name"]) -> None:
-                    show(before + read, name)
-
-                problems += opened.verify(show_read)
-            done += store["bytes"]
-            show(done, store["name"])
+                problems += ActivationStore.open(Path(store["path"])).verify()
     return problems
 
 
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
-    """The stores and runs of these names; ConfigError if not one of each. `users` are the runs trained on a store, and
-    the unfinished fine-tunings that began from a run, which cannot be resumed without it."""
+    """The stores and runs of these names; ConfigError if not one of each. `users` are the runs trained on a store."""
     shelves = {"store": home.stores, "run": home.runs}
     kinds: dict[str, list[str]] = {}  # of each folder's name
     for shelf_kind in [kind] if kind else shelves:
@@ -405,19 +363,16 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
             )
         (own_kind,) = kinds[name]
         path = shelves[own_kind].path / name
-        users = sorted(user for user, run in runs.items() if _uses(run, own_kind, name))
+        users = sorted(
+            user
+            for user, run in runs.items()
+            if own_kind == "store" and name in (run.data, *run.beside, run.target)
+        )
         size = folder_bytes(path)
         entries.append(
             {"kind": own_kind, "name": name, "path": str(path), "bytes": size, "users": users}
         )
     return entries
-
-
-def _uses(run: RunDocument, kind: str, name: str) -> bool:
-    if kind == "store":
-        return name in (run.data, *run.beside, run.target)
-    is_tuning = run.solver.name == "finetune" and not run.complete
-    return is_tuning and run.init is not None and run.init.name == name
 
 
 def remove(home: Home, entry: dict[str, Any]) -> None:

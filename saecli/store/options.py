@@ -31,13 +31,6 @@ class ImportConfig(Config):
             "Default: features for idx files, others are refused."
         ),
     ] = None
-    bits: Annotated[
-        Literal["bfloat16"] | None,
-        Shown(
-            "What the bits of 2-byte integers, or of 2 bytes without a type, stand for, as NumPy shows "
-            "bfloat16 of JAX and Keras. Other integers than bytes of images are refused."
-        ),
-    ] = None
     max_norm_multiple: Annotated[float | None, Ge(1), Shown(MAX_NORM_HELP)] = None
     dtype: Annotated[
         StoredDtype | None,

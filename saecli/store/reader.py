@@ -5,7 +5,7 @@ Legend: B rows of a batch, R rows, D = d_in, of all inputs together, E the targe
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from ..base.errors import StoreError, demand_at_least
-from ..base.files import file_sha256
-from .schema import WORLD_FILE, StoreMeta, read_meta
-from .shard import Chunks, make_anew, stored_statistics
+from .schema import StoreMeta, read_meta
+from .shard import Chunks, stored_statistics
 from .split import (
     TEST_FRACTION,
     WHOLE,
@@ -366,33 +365,6 @@ class ActivationStore(Chunks):
         for rows in self.rows_by_shard():
             yield self.row_ids(rows), self.row_values("source", rows) if mixed else None
 
-    def demand_world(self) -> None:
-        """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""
-        if self.meta.world is None:
-            return
-        path, expected = self.path / WORLD_FILE, self.meta.world.sha256
-        try:
-            got = file_sha256(path)
-        except OSError as error:
-            raise StoreError(
-                f"cannot read {path}: {error.strerror or error}; {make_anew(self.path)}"
-            ) from error
-        if got != expected:
-            raise StoreError(
-                f"{path} is damaged: expected SHA-256 {expected}, got {got}; {make_anew(self.path)}"
-            )
-
-    def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
-        """A sentence for each problem with a shard or `world.safetensors`; `show` gets the bytes read so far. Cost: see
-        `Shard.problem`."""
-        problems = []
-        for shard, rows in zip(self.shards, self.shard_starts[1:].tolist(), strict=True):
-            if problem := shard.problem():
-                problems.append(problem)
-            show(rows * self.meta.row_bytes)
-        try:
-            if self.rows:  # the world is written before the first
-                self.demand_world()
-        except StoreError as error:
-            problems.append(str(error))
-        return problems
+    def verify(self) -> list[str]:
+        """A sentence for each problem with a shard. Cost: see `Shard.problem`."""
+        return [problem for shard in self.shards if (problem := shard.problem())]

@@ -1,16 +1,11 @@
-"""The contents of a store's `store.json`, and of its journal `shards.jsonl`; README.md specifies the format.
-
-Each finished shard appends a line to the journal, whose cost does not depend on the number of shards; `store.json` is
-written when the store begins and when it is complete.
-"""
+"""The contents of a store's `store.json`, which is written anew with each shard; README.md specifies the format."""
 
 import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import add
@@ -22,14 +17,13 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from ..base.documents import demand_version, parse_json
 from ..base.errors import StoreError
-from ..base.files import flush_to_disk, regular, to_json, write_json
+from ..base.files import write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from .options import StoredDtype
 from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 3
 SHARDS = "shards"
-JOURNAL = "shards.jsonl"
 WORLD_FILE = "world.safetensors"
 ACTIVATIONS = "activations"
 STATISTICS = "statistics"
@@ -47,7 +41,6 @@ MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 Positive = Annotated[int, Ge(1), Le(MOST)]
 Weight = Annotated[float, Gt(0), Lt(math.inf)]
 CHUNK_BYTES = 1 << 20
-DEMANDED = ("created", "complete", "chunk_rows", "columns", "dropped", "shards")  # in store.json
 SHARD_BYTES = 64 << 20
 
 
@@ -102,23 +95,10 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class JournalEntry:
-    """A line of `shards.jsonl`: a finished shard, and what `StoreMeta` says of all rows up to its end."""
-
-    shard: ShardRecord
-    dropped: dict[str, int]
-    median_norm: float | None
-    norms: Norms
-    sources: dict[str, int]
-    control_tokens: dict[str, int]
-
-
-@dataclass(frozen=True)
 class WorldRecord:
-    """The number of known features, and the SHA-256 of `world.safetensors`."""
+    """The number of known features, which `world.safetensors` holds."""
 
     features: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -188,15 +168,6 @@ class StoreMeta:
         }
         return {**source, **features, **{name: getattr(self, name) for name in names}}
 
-    def extended(self, entries: Sequence[JournalEntry]) -> Self:
-        """With the shards of entries of the journal."""
-        if not entries:
-            return self
-        totals = vars(entries[-1]).copy()
-        del totals["shard"]
-        shards = (*self.shards, *(entry.shard for entry in entries))
-        return dataclasses.replace(self, shards=shards, **totals)
-
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
         """The store of several ranks, from the names of their folders and what these hold: rank 0's rows, then rank
         1's, and so on; ValueError if they differ in what they are to hold."""
@@ -216,7 +187,9 @@ class StoreMeta:
         norms = [part.norms for part in parts.values() if part.norms]
         return dataclasses.replace(
             self,
-            complete=len(parts) == self.ranks and all(part.complete for part in parts.values()),
+            complete=bool(shards)
+            and len(parts) == self.ranks
+            and all(part.complete for part in parts.values()),
             shards=tuple(shards),
             dropped=dict(dropped),
             norms=reduce(add, norms) if norms else None,
@@ -237,38 +210,7 @@ class StoreMeta:
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
         demand_version(text, FORMAT_VERSION, oldest=FORMAT_VERSION)
-        document = parse_json(text, dict[str, Any])
-        for name in DEMANDED:
-            if name not in document:
-                raise ValueError(f"expected a field {name}, got none")
-        meta = parse_json(text, cls)
-        meta.demand_shards()
-        return meta
-
-    def demand_shards(self) -> None:
-        """ValueError if the columns or the list of shards are not as a writer makes them."""
-        for column in self.columns:
-            if column not in COLUMNS or self.columns.count(column) > 1:
-                raise ValueError(
-                    f"columns: expected some of {', '.join(COLUMNS)}, each once, got {column!r}"
-                )
-        if self.reads and len(self.reads) != self.d_in:
-            raise ValueError(f"reads: expected {self.d_in} numbers or none, got {len(self.reads)}")
-        if self.ranks and self.shards:
-            raise ValueError(
-                "expected no list of shards beside `ranks`, whose stores have their own"
-            )
-        for index, shard in enumerate(self.shards):
-            # An edited name must not lead out of the store.
-            if shard.file != shard_name(index):
-                raise ValueError(
-                    f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}"
-                )
-            is_last = index + 1 == len(self.shards)
-            if shard.rows > self.shard_rows or (shard.rows < self.shard_rows and not is_last):
-                raise ValueError(
-                    f"expected {self.shard_rows} rows in shard {shard.file}, got {shard.rows}"
-                )
+        return parse_json(text, cls)
 
 
 def shard_name(index: int) -> str:
@@ -281,22 +223,13 @@ def rank_folder(store: Path, rank: int) -> Path:
 
 
 def read_meta(store: Path) -> StoreMeta:
-    """Read a store's `store.json`, and its journal if it is unfinished; StoreError if one is damaged or of a newer
-    version, or there is no `store.json`."""
-    # The journal first: a writer removes it after it has written the complete `store.json`.
-    journal = _journal_bytes(store)
+    """Read a store's `store.json`; StoreError if it is damaged, of another version, or missing."""
     path = store / STORE_MARKER
     try:
-        meta = StoreMeta.from_json(regular(path).read_bytes())
+        meta = StoreMeta.from_json(path.read_bytes())
         if meta.ranks:
             folders = sorted(folder.parent for folder in (store / SHARDS).glob(f"*/{STORE_MARKER}"))
             return meta.joined({folder.name: read_meta(folder) for folder in folders})
-        if meta.complete:
-            return meta
-        path = store / JOURNAL
-        entries, _ = _entries(journal)
-        meta = meta.extended(entries)
-        meta.demand_shards()
         return meta
     except FileNotFoundError as error:
         raise StoreError(
@@ -308,51 +241,4 @@ def read_meta(store: Path) -> StoreMeta:
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
-    """Write `store.json`; a complete one lists all shards, and the journal goes."""
     write_json(store / STORE_MARKER, meta.to_json())
-    if meta.complete:
-        (store / JOURNAL).unlink(missing_ok=True)
-
-
-def append_to_journal(store: Path, entry: JournalEntry) -> None:
-    """Record a shard, flushed to disk."""
-    path = store / JOURNAL
-    is_new = not path.exists()
-    with path.open("ab") as file:
-        file.write(to_json(dataclasses.asdict(entry)).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if is_new:
-        flush_to_disk(store)
-
-
-def repair_journal(store: Path) -> None:
-    """Cut off the line that a kill left unfinished, if any, so that lines can be appended; under the store's lock."""
-    journal = _journal_bytes(store)
-    _, length = _entries(journal)
-    if length < len(journal):
-        os.truncate(store / JOURNAL, length)
-
-
-def _journal_bytes(store: Path) -> bytes:
-    try:
-        return regular(store / JOURNAL).read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
-def _entries(journal: bytes) -> tuple[list[JournalEntry], int]:
-    """The journal's entries, and the bytes that they take. Each line is on disk before the next begins, so only the
-    last may be torn, and is ignored; ValueError if an earlier one is damaged."""
-    *lines, _ = journal.split(b"\n")  # what follows the last end of a line is torn
-    entries: list[JournalEntry] = []
-    length = 0
-    for number, line in enumerate(lines, 1):
-        try:
-            entries.append(parse_json(line, JournalEntry))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"line {number}: {error}") from None
-        length += len(line) + 1
-    return entries, length

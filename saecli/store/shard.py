@@ -1,4 +1,4 @@
-"""Reading shards: checksums, agreement with `store.json`, byte offsets; a store's chunks and columns by number.
+"""Reading shards: checksums, byte offsets; a store's chunks and columns by number.
 
 No byte is used before its checksum is verified, as the HDF5 library crashes on some damaged headers: the frame when a
 shard is first opened, each chunk when it is first read.
@@ -22,11 +22,9 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ..base.errors import StoreError
-from ..base.home import STORE_MARKER, UNREADABLE
+from ..base.home import STORE_MARKER
 from .schema import (
-    ACTIVATIONS,
     CHUNK_CHECKSUMS,
-    COLUMNS,
     SHARDS,
     STATISTICS,
     ShardRecord,
@@ -51,13 +49,6 @@ class Layout:
     # Byte offset, type and length of each but the activations.
     arrays: dict[str, tuple[int, np.dtype, int]]
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
-    file: tuple[int, ...]  # `_identity` of the shard
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    """What differs once a file is changed."""
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -122,10 +113,11 @@ class Shard:
                 yield shard
 
     def layout(self) -> Layout:
-        """Where its datasets are; refuse one that is missing, truncated, damaged outside its activations, or differs
-        from `store.json`. Cost: reads all but the activations."""
+        """Where its datasets are; refuse a shard that is missing, truncated, or damaged outside its activations.
+
+        Cost: reads all but the activations.
+        """
         with self.verified() as file:
-            self._demand_agreement(file)
             groups = [group for group in (CODES, WINDOWS) if group in file]
             parts = [f"{group}/{name}" for group in groups for name in file[group]]
             datasets = {name: file[name] for name in (CHUNK_CHECKSUMS, *self.meta.columns, *parts)}
@@ -134,26 +126,7 @@ class Shard:
                 name: (dataset.id.get_offset() or 0, dataset.dtype, len(dataset))
                 for name, dataset in datasets.items()
             }
-            return Layout(arrays, np.zeros(self.chunks, bool), _identity(self.path))
-
-    def _demand_agreement(self, file: "h5py.File") -> None:
-        """Refuse a whole shard that is not as `store.json` says, which was edited then."""
-        meta, dataset = self.meta, file[ACTIVATIONS]
-        kind = dataset.id.get_type()
-        dtypes = [name for name, dtype in DTYPES.items() if kind.equal(dtype.hdf5)]
-        for what, said, stored in (
-            ("shape", (self.record.rows, meta.d_in), dataset.shape),
-            ("type", meta.dtype, dtypes[0] if dtypes else str(dataset.dtype)),
-            ("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys())),
-            ("chunks of shape", (self.chunk_rows, meta.d_in), dataset.chunks),
-            ("known features", meta.world is not None, CODES in file),
-            ("windows", meta.windows, WINDOWS in file),
-        ):
-            if said != stored:
-                raise StoreError(
-                    f"{self.store / STORE_MARKER} does not fit shard {self.path}, which is as it was "
-                    f"written: expected {what} {stored}, got {said}; {UNREADABLE}"
-                )
+            return Layout(arrays, np.zeros(self.chunks, bool))
 
     def demand_chunk(self, chunk: int, checksum: int, content: bytes | memoryview) -> None:
         """Refuse the bytes of a chunk that differ from its checksum."""
@@ -167,8 +140,7 @@ class Shard:
             )
 
     def problem(self) -> str | None:
-        """A sentence if it is missing, differs from its checksums or does not fit `store.json`. Cost: reads every byte,
-        and its XXH3-64."""
+        """A sentence if it is missing or differs from its checksums. Cost: reads every byte, and its XXH3-64."""
         try:
             offset, kind, length = self.layout().arrays[CHUNK_CHECKSUMS]
             with self.path.open("rb", buffering=0) as file:
@@ -328,20 +300,12 @@ class Chunks:
     def _open(self, number: int) -> tuple[Layout, mmap.mmap]:
         shard = self.shards[number]
         with self._lock:
+            if number not in self._layouts:
+                self._layouts[number] = shard.layout()
             if number not in self._maps:
-                known = self._layouts.get(number)
-                if known is None or known.file != _identity(shard.path):
-                    self._layouts[number] = shard.layout()
                 with shard.path.open("rb") as file:
                     self._maps[number] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
                 if len(self._maps) > self.MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(number)
-            layout, mapped = self._layouts[number], self._maps[number]
-        # Reading a map beyond the end of its file would kill the process.
-        if mapped.size() < len(mapped):
-            raise StoreError(
-                f"shard {shard.path} was cut short: expected {len(mapped)} bytes, got {mapped.size()}; "
-                f"{make_anew(self.path)}"
-            )
-        return layout, mapped
+            return self._layouts[number], self._maps[number]

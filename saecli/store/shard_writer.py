@@ -55,21 +55,21 @@ class Admission:
         self.median = meta.median_norm
 
     def verdicts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows, (R, D), in the storage dtype or float32, and the verdict on each, (R,); sets the median if it is needed
-        and not yet known."""
-        multiple, stored = self._meta.max_norm_multiple, DTYPES[self._meta.dtype]
-        if rows.dtype != stored.storage:
+        """Rows, (R, D), as stored, and the verdict on each, (R,); sets the median if it is needed and not yet known."""
+        multiple, dtype, stored = self._meta.max_norm_multiple, DTYPES[self._meta.dtype], rows
+        if rows.dtype != dtype.storage:
             with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
                 rows = rows.astype(np.float32, copy=False)
-        finite = stored.keeps(rows)
+            stored = dtype.encode_rows(rows)
+        finite = dtype.keeps(stored)
         verdicts = np.where(finite, np.uint8(ADMITTED), np.uint8(NONFINITE))
         if multiple is not None and finite.any():
             kept = rows[finite]
-            norms = row_norms(kept if kept.dtype.kind == "f" else stored.decode_rows(kept))
+            norms = row_norms(kept if kept.dtype.kind == "f" else dtype.decode_rows(kept))
             if self.median is None:
                 self.median = float(np.median(norms))
             verdicts[np.flatnonzero(finite)[norms > multiple * self.median]] = HIGH_NORM
-        return rows, verdicts
+        return stored, verdicts
 
 
 class ShardWriter:

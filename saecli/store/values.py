@@ -20,7 +20,6 @@ OUTLYING = 10  # times the median norm
 class StoredType:
     name: str
     storage: np.dtype  # of the bytes; bfloat16 is kept as its bits in a uint16
-    limit: float  # largest float32 that stays finite in this type
 
     @property
     def hdf5(self) -> "h5py.h5t.TypeID":
@@ -36,26 +35,20 @@ class StoredType:
         bfloat16.set_ebias(127)
         return bfloat16
 
-    def keeps(self, rows: np.ndarray) -> np.ndarray:
-        """Whether each row, (R, D) float32 or already of this type, stays finite in it, (R,) bool."""
-        if rows.dtype == np.uint16:
-            return ((rows & 0x7F80) != 0x7F80).all(axis=1)
-        if rows.dtype == np.float16:
-            return np.isfinite(rows).all(axis=1)
-        # A NaN makes the extremes NaN, and every comparison with NaN is false.
-        return (rows.max(axis=1) <= self.limit) & (rows.min(axis=1) >= -self.limit)
+    def keeps(self, stored: np.ndarray) -> np.ndarray:
+        """Whether each row, (R, D) of the storage dtype, is finite, (R,) bool."""
+        if self.name == "bfloat16":
+            return ((stored & 0x7F80) != 0x7F80).all(axis=1)
+        return np.isfinite(stored).all(axis=1)
 
     def encode_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Rows, (R, D) float32, contiguous and within the limit, in this type, rounded to nearest even."""
+        """Rows, (R, D) float32, in the storage dtype, rounded to nearest even; infinite beyond its range."""
         if self.name != "bfloat16":
-            return rows.astype(self.storage)
-        bits = rows.view(np.uint32)
-        rounded = bits >> 16
-        rounded &= 1
-        rounded += bits
-        rounded += 0x7FFF
-        rounded >>= 16
-        return rounded.astype(self.storage)
+            with np.errstate(over="ignore"):
+                return rows.astype(self.storage)
+        import torch  # stores of other types need not wait for it
+
+        return torch.tensor(rows, dtype=torch.bfloat16).view(torch.uint16).numpy()
 
     def decode_rows(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Rows, (R, D) of the storage dtype, in float32, contiguous; into `out` if given."""
@@ -68,14 +61,9 @@ class StoredType:
 
 
 DTYPES = {
-    "float32": StoredType("float32", np.dtype("<f4"), float(np.finfo(np.float32).max)),
-    # 65520 lies half-way between the largest float16, 65504, and 65536, which would be the next.
-    "float16": StoredType(
-        "float16", np.dtype("<f2"), float(np.nextafter(np.float32(65520), np.float32(0)))
-    ),
-    "bfloat16": StoredType(
-        "bfloat16", np.dtype("<u2"), float(np.uint32(0x7F7F7FFF).view(np.float32))
-    ),
+    "float32": StoredType("float32", np.dtype("<f4")),
+    "float16": StoredType("float16", np.dtype("<f2")),
+    "bfloat16": StoredType("bfloat16", np.dtype("<u2")),
 }
 
 CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form

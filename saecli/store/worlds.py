@@ -9,14 +9,16 @@ from functools import cached_property
 from typing import Self
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from scipy.sparse import csr_array
 from scipy.special import ndtri
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, StoreError, one_line
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
+from .shard import make_anew
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
 MOST_BLOCK_ROWS = 4096
@@ -106,7 +108,7 @@ class World:
         return codes @ self.directions + self.bias
 
     def to_bytes(self) -> bytes:
-        """The contents of `world.safetensors`, equal for equal worlds."""
+        """The contents of `world.safetensors`."""
         return save(
             {
                 field.name: np.ascontiguousarray(getattr(self, field.name))
@@ -117,8 +119,13 @@ class World:
     @classmethod
     def of_store(cls, store: ActivationStore) -> Self:
         """The world of a store's rows; StoreError if its file is missing or damaged."""
-        store.demand_world()
-        return cls(**load_file(store.path / WORLD_FILE))
+        path = store.path / WORLD_FILE
+        try:
+            return cls(**load_file(path))
+        except (OSError, TypeError, SafetensorError) as error:
+            raise StoreError(
+                f"cannot read {path}: {one_line(error)}; {make_anew(store.path)}"
+            ) from error
 
 
 def world_of(config: SyntheticConfig) -> World:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,27 +18,23 @@ from typing import Any, Self
 import numpy as np
 
 from ..base.errors import StoreError
-from ..base.files import LOCK, lock_folder
+from ..base.files import lock_folder
 from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from .schema import (
-    JOURNAL,
     MOST,
     SHARDS,
     WORLD_FILE,
-    JournalEntry,
     Resume,
     ShardRecord,
     StoreMeta,
-    append_to_journal,
     read_meta,
-    repair_journal,
     shard_name,
     write_meta,
 )
 from .shard import Shard
 from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
-from .values import DTYPES, Windows
+from .values import Windows
 
 
 class StoreWriter:
@@ -54,7 +50,7 @@ class StoreWriter:
             meta = writer.finish()
 
     On resuming, the writer skips the rows of the first block that are stored. Leaving the `with` without `finish` drops
-    the unfinished shard, and removes a store without rows.
+    the unfinished shard.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, is_part: bool) -> None:
@@ -90,8 +86,6 @@ class StoreWriter:
         try:
             if self._shard:
                 self._shard.abandon()
-            if not self.meta.rows and not self.complete:
-                remove_empty(self.path)
         finally:
             os.close(self._lock)
 
@@ -177,24 +171,20 @@ class StoreWriter:
         end: int,
     ) -> int:
         """Write rows of a block, `begin` to `end` or the end of the shard, into it; the number of the next."""
-        stored = DTYPES[self.meta.dtype]
         if self._shard is None:
             path = self.path / SHARDS / shard_name(len(self.meta.shards))
             self._shard = ShardWriter(path, self.meta)
         stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
-        part = rows[begin:stop]
-        if part.dtype != stored.storage:
-            part = stored.encode_rows(np.ascontiguousarray(part))
         self._shard.append(
-            part,
+            rows[begin:stop],
             {name: columns[name][begin:stop] for name in self.meta.row_values},
             None if windows is None else windows.part(begin, stop, self._shard.rows),
         )
         self._last = Resume(cursor, stop)
         if self._shard.rows == self.meta.shard_rows:
-            entry = self._commit()
-            append_to_journal(self.path, entry)
-            self.meta = self.meta.extended([entry])
+            meta = self._commit()
+            write_meta(self.path, meta)
+            self.meta = meta
         return stop
 
     def finish(self) -> StoreMeta:
@@ -209,7 +199,7 @@ class StoreWriter:
         with _reporting(self.path, self.meta.rows):
             # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
             # count its dropped rows twice.
-            meta = self.meta.extended([self._commit()] if self._shard else [])
+            meta = self._commit() if self._shard else self.meta
             meta = replace(
                 meta,
                 complete=True,
@@ -221,8 +211,8 @@ class StoreWriter:
             self.meta = meta
         return self.meta
 
-    def _commit(self) -> JournalEntry:
-        """Make the shard appear, and the entry that records it."""
+    def _commit(self) -> StoreMeta:
+        """Make the shard appear; the contents of `store.json` that record it."""
         assert self._shard is not None and self._last is not None
         sources, control = dict(self.meta.sources), dict(self.meta.control_tokens)
         for number, name in enumerate(sources):
@@ -233,8 +223,9 @@ class StoreWriter:
         record = ShardRecord(self._shard.path.name, self._shard.rows, self._last, frame)
         dropped = Counter(self.meta.dropped) + self._ended
         self._shard, self._ended = None, Counter()
-        return JournalEntry(
-            shard=record,
+        return replace(
+            self.meta,
+            shards=(*self.meta.shards, record),
             dropped=dict(dropped),
             median_norm=self._admission.median,
             norms=norms if self.meta.norms is None else self.meta.norms + norms,
@@ -271,8 +262,6 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
         try:
             return lock, _begun(path, meta)
         except BaseException:
-            if not (path / STORE_MARKER).exists():
-                _forsake(path)
             os.close(lock)
             raise
 
@@ -280,21 +269,16 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
 def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
     """Begin a store in a locked folder, or return the contents of `store.json` of the one to resume."""
     if not (path / STORE_MARKER).exists():
-        for entry in path.iterdir():
-            if not entry.name.startswith("."):
-                raise StoreError(
-                    f"cannot make a store in {path}: expected an empty folder, got one that holds "
-                    f"{entry.name}; choose another --name"
-                )
+        if any(path.glob("[!.]*")):
+            raise StoreError(f"{path} is no store, and not empty; choose another --name")
         write_meta(path, meta)
         return meta
     stored = read_meta(path)
     wanted, got = meta.request(), stored.request()
     same_ranks = stored.complete or stored.ranks == meta.ranks
     if wanted == got and same_ranks:
-        repair_journal(path)
         return stored
-    if not stored.complete and not stored.rows:  # the store was killed before it had a row
+    if not stored.complete and not stored.rows:  # it was stopped before it had a row
         _remove_contents(path)
         write_meta(path, meta)
         return meta
@@ -304,37 +288,17 @@ def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
                 f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
                 "choose another --name, or remove that store"
             )
-    expected, given = stored.ranks or 1, meta.ranks or 1
-    command = "one process, without torchrun"
-    if expected > 1:
-        command = f"`torchrun --nproc-per-node {expected}`"
     raise StoreError(
-        f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
-        f"{given}; run the command with {command}, or remove that store"
+        f"cannot go on with {path}: expected the number of processes that began it, {stored.ranks or 1}, "
+        f"got {meta.ranks or 1}; run the command with as many, or remove that store"
     )
-
-
-def _forsake(path: Path) -> None:
-    """Remove the lock's file, while the lock is held, and the folder if nothing else is in it."""
-    with suppress(OSError):
-        (path / LOCK).unlink(missing_ok=True)
-        path.rmdir()
-
-
-def remove_empty(path: Path) -> None:
-    """Remove a store whose list of shards is empty, while its lock is held."""
-    with suppress(OSError):
-        _remove_contents(path)
-        (path / STORE_MARKER).unlink(missing_ok=True)
-    _forsake(path)
 
 
 def _remove_contents(path: Path) -> None:
     """Remove what a store has besides `store.json`."""
     if (path / SHARDS).exists():
         shutil.rmtree(path / SHARDS)
-    for name in (JOURNAL, WORLD_FILE):
-        (path / name).unlink(missing_ok=True)
+    (path / WORLD_FILE).unlink(missing_ok=True)
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
@@ -365,11 +329,9 @@ def _reporting(path: Path, rows: int) -> Iterator[None]:
 @contextmanager
 def ranked_store(path: Path, meta: StoreMeta) -> Iterator[None]:
     """Rank 0's lock on a store that `meta.ranks` processes write, which begins or resumes it; StoreError as by
-    `StoreWriter.open`. A store without rows is removed."""
+    `StoreWriter.open`."""
     lock, _ = claim(path, meta)
     try:
         yield
-        if not read_meta(path).rows:
-            remove_empty(path)
     finally:
         os.close(lock)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..base.console import Listener
 from ..base.documents import RUN_VERSION, Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
-from ..base.files import appearing_whole, lock_folder, regular, to_json, write_json
+from ..base.files import appearing_whole, lock_folder, to_json, write_json
 from ..base.home import RUN_MARKER, Home
 from ..base.options import toml_lines
 from ..extract.streaming import Streamed
@@ -274,7 +274,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        text = regular(path).read_bytes()
+        text = path.read_bytes()
     except OSError as error:
         raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
     lines = []

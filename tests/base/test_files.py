@@ -1,4 +1,4 @@
-"""Files that appear whole, and what is no file."""
+"""Files and folders that appear whole, and where they can."""
 
 import os
 from pathlib import Path
@@ -6,27 +6,13 @@ from pathlib import Path
 import pytest
 
 from saecli.base.files import (
-    NotAFile,
     appearing_whole,
     as_named,
     check_place,
     folder_appearing_whole,
     lock_folder,
     partial_path,
-    regular,
 )
-
-
-def test_only_a_file_or_a_link_to_one_is_one(tmp_path: Path):
-    file, link = tmp_path / "file", tmp_path / "link"
-    file.write_text("x")
-    link.symlink_to(file)
-    assert regular(file) == file and regular(link) == link
-    for path in (tmp_path, Path("/dev/zero")):
-        with pytest.raises(NotAFile):
-            regular(path)
-    with pytest.raises(FileNotFoundError):
-        regular(tmp_path / "nothing")
 
 
 def test_two_writers_of_a_file_leave_each_other_alone(tmp_path: Path):
@@ -83,7 +69,7 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
         check_place(path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     for path, refused in {
-        tmp_path / "there" / "x.png": "Not a directory",
+        tmp_path / "there" / "x.png": "there is no folder",
         tmp_path: "expected a file",
         tmp_path / "a" / "new.png": "there is no folder",
         tmp_path / ("x" * 300): "File name too long",

@@ -25,19 +25,14 @@ def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
     assert shelf.find(None).name == "old"
     (tmp_path / "runs" / "old" / "run.json").write_text(json.dumps(old | {"complete": False}))
     assert shelf.find(None).name == "new"
-    with pytest.raises(RunError, match=r"no run named 'x'; there are: new, old"):
+    with pytest.raises(RunError, match=r"no run named 'x'; `sae list` shows every run"):
         shelf.find("x")
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
-    names = [f"{kind}-{number}" for kind in ("topk", "relu") for number in range(9)]
-    shelf = shelf_of(tmp_path, **{name: {"created": "2026", "complete": True} for name in names})
-    for name, said in (
-        ("tokp-3", r"no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$"),
-        ("other", r"; there are: topk-8, topk-7, topk-6 and 15 more, which `sae list` shows$"),
-    ):
-        with pytest.raises(RunError, match=said):
-            shelf.find(name)
+    shelf = shelf_of(tmp_path, topk={"created": "2026", "complete": True})
+    with pytest.raises(RunError, match=r"no run named 'tokp'; did you mean topk\?$"):
+        shelf.find("tokp")
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
@@ -75,14 +70,3 @@ def test_any_other_name_is_refused_and_shown_escaped(name):
     with pytest.raises(ConfigError, match=r"^--name must be a plain folder name, .*, got ") as told:
         checked_name(name)
     assert str(told.value).isprintable()
-
-
-def test_a_home_that_cannot_be_one_is_refused(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    (tmp_path / "file").touch()
-    for name, said in {
-        "file": "expected a folder, got a file",
-        "link": r"it is a link to .*gone, which does not exist; make that folder, or",
-    }.items():
-        with pytest.raises(ConfigError, match=said):
-            Home(tmp_path / name)

@@ -17,7 +17,7 @@ WRONG = [
     ("train --site mlp_in --site mlp_out", "--site is given twice"),
     ("train --act reul", "did you mean relu?"),
     ("train --each", "--data"),
-    ("train --each --data rows --target rows", "records no layer"),
+    ("train --each --data rows --target rows", "got layers [None] and [None]"),
     ("train --each --resume", "--each"),
     ("train --config nowhere.toml", "LAST"),
     ("train --config folder.png", "LAST"),
@@ -64,10 +64,10 @@ WRONG = [
     ("rm rows", "--yes"),
 ]
 FAILED = [
-    ("train --each --data r*z", "there are: rows"),
-    ("eval n*", "there are: run"),
-    ("eval nosuch", "there are: run"),
-    ("eval run --data nosuch", "there are: rows"),
+    ("train --each --data r*z", "`sae list` shows every"),
+    ("eval n*", "`sae list` shows every run"),
+    ("eval nosuch", "`sae list` shows every run"),
+    ("eval run --data nosuch", "`sae list` shows every"),
     ("geometry no-such-run", "LAST"),
     ("import nowhere.npy", "LAST"),
     ("import digits --key x", "--key"),

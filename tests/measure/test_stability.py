@@ -140,6 +140,7 @@ def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(
 ) -> None:
     (tmp_path / "memory.max").write_text("1500")
     (tmp_path / "memory.current").write_text("1000")
+    (tmp_path / "memory.stat").write_text("active_file 0\n")
     (tmp_path / "own").write_text("0::/\n")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)  # a container with 500 bytes left
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")

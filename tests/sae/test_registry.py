@@ -319,7 +319,7 @@ def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("nosuch", RunError, "there are: only"),
+        ("nosuch", RunError, "`sae list` shows every run"),
         ("begun", RunError, r"holds no SAE yet.*sae train --resume --name begun"),
         (".", FormatError, "no SAE found in"),
         ("runs/first/sae.safetensors", RunError, "is a file: .* the file's folder, runs/first"),

@@ -109,36 +109,12 @@ def test_half_precision_is_kept(tmp_path):
     assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("names", "dtype"),
-    [
-        (["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5"], "<u2"),
-        (["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5", "a.idx"], "<i2"),
-        (["a.npy", "a.npz", "a.h5"], ">u2"),
-        (["a.npy", "a.npz", "a.h5"], "V2"),
-    ],
-)
-def test_bits_of_bfloat16_are_read_as_such_and_never_as_numbers(tmp_path, names, dtype):
-    """PyTorch's own cast gives the bits, and reads them."""
-    tensor = torch.from_numpy(ROWS).bfloat16()
-    bits = tensor.view(torch.int16).numpy()
-    for name in names:
-        path = tmp_path / name
-        WRITERS[name](path, bits.view(dtype) if dtype == "V2" else bits.astype(dtype))
-        with pytest.raises(FormatError, match="if they are bits of bfloat16 give --bits"):
-            open_array(str(path), flatten="positions")
-        source = open_array(str(path), flatten="positions", bits="bfloat16")
-        assert source.dtype == "bfloat16"
-        np.testing.assert_array_equal(rows_of(source), tensor.float().numpy().reshape(150, 4))
-
-
 @pytest.mark.parametrize("dtype", ["<i4", "<i8", "<u4", "|i1"])
 def test_integers_are_no_rows(tmp_path, dtype):
     ids = np.random.default_rng(0).integers(0, 100, (50, 12)).astype(dtype)
     np.save(tmp_path / "a.npy", ids)
-    for bits, said in ((None, "convert them to float32"), ("bfloat16", "bits does nothing with")):
-        with pytest.raises(FormatError, match=said):
-            open_array(str(tmp_path / "a.npy"), bits=bits)
+    with pytest.raises(FormatError, match="convert them to float32"):
+        open_array(str(tmp_path / "a.npy"))
     for rows in (ids, np.zeros((5, 2), "V2")):
         with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
             ArrayRows(rows)
@@ -176,7 +152,7 @@ def test_key_chooses_among_several_arrays(tmp_path):
 
 
 SHAPE = r"expected rows in an array of shape \(rows, features\) or with more dimensions, got shape "
-NUMBERS = "expected an array of real numbers, got one of "
+NUMBERS = "expected floats, or bytes of images, got "
 REFUSED = {  # what a.npy or a.npz holds, key, and what is said
     "a vector": ({"x": ROWS[:, 0, 0]}, None, rf"a\.npy: {SHAPE}\(50,\)"),
     "a number": ({"x": np.float32(3)}, None, rf"a\.npy: {SHAPE}\(\)"),
@@ -186,8 +162,8 @@ REFUSED = {  # what a.npy or a.npz holds, key, and what is said
     "text": ({"x": np.array([["a"]])}, None, f"{NUMBERS}str32"),
     "dates": ({"x": np.zeros((3, 2), "M8[s]")}, None, NUMBERS),
     "records": ({"x": np.zeros((3, 2), "f4,i4")}, None, NUMBERS),
-    "no key": ({"x": FLAT, "y": FLAT}, None, r"one array in .*a\.npz, got 2 \(x, y\); .*--key"),
-    "another key": ({"x": FLAT, "y": FLAT}, "z", r"--key z; expected one of its keys \(x, y\)"),
+    "no key": ({"x": FLAT, "y": FLAT}, None, r"a\.npz has 2 arrays; .*--key .*\(x, y\)"),
+    "another key": ({"x": FLAT, "y": FLAT}, "z", r"has no array z; .* one of its keys \(x, y\)"),
     "needless key": ({"x": FLAT}, "x", "holds one array, without a key; leave out --key"),
 }
 
@@ -239,7 +215,7 @@ def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path
     for name, said in (
         ("a.csv", r"expected a name that ends in \.npy, .*got a\.csv"),
         ("b.npy", r"there is no file .*b\.npy"),
-        ("folder.npy", "expected a file, got a folder"),
+        ("folder.npy", r"cannot read .*folder\.npy: Is a directory"),
     ):
         with pytest.raises(FormatError, match=said):
             open_array(str(tmp_path / name))

@@ -2,7 +2,6 @@
 that names them, and none of their rows is handed out."""
 
 import json
-import os
 import re
 import struct
 from pathlib import Path
@@ -55,33 +54,24 @@ def test_a_damaged_shard_is_refused_by_name_and_not_resumed_from(tmp_path, damag
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "said"),
+    "change",
     [
-        (0, {"dtype": "float16"}, "expected type bfloat16, got float16"),
-        (0, {"columns": ["role"]}, "expected columns ['document'], got ['role']"),
-        (0, {"columns": []}, "expected columns ['document'], got []"),
-        (2, {"rows": 49}, "expected shape (50, 4), got (49, 4)"),
-        (0, {"world": {"features": 3, "sha256": ""}}, "expected known features False, got True"),
-        (0, {"dtype": "float32"}, None),
-        (0, {"d_in": 3}, None),
-        (0, {"d_in": 2**40}, None),
-        (0, {"chunk_rows": 9}, None),
-        (0, {"frame": {"start": 64, "xxh3": "0" * 16}}, None),
+        {"dtype": "float32"},
+        {"d_in": 3},
+        {"d_in": 2**40},
+        {"chunk_rows": 9},
+        {"frame": {"start": 64, "xxh3": "0" * 16}},
     ],
 )
-def test_a_store_json_that_does_not_fit_its_shards_is_named(tmp_path, index, change, said):
+def test_a_shard_that_does_not_fit_store_json_is_named(tmp_path, change):
     make_store(tmp_path / "s", ROWS, "bfloat16", documents=np.arange(250))
     marker = tmp_path / "s" / "store.json"
     document = json.loads(marker.read_text())
-    (document["shards"][index] if {"rows", "frame"} & change.keys() else document).update(change)
+    (document["shards"][0] if "frame" in change else document).update(change)
     marker.write_text(json.dumps(document))
-    path = tmp_path / "s" / "shards" / f"{index:05d}.h5"
-    with pytest.raises(StoreError) as error:
+    with pytest.raises(StoreError, match=r"shard .*00000\.h5 is") as error:
         read(tmp_path)
-    sentence = str(error.value)
-    assert sentence in ActivationStore.open(tmp_path / "s").verify()
-    expected = f"{marker} does not fit shard {path}, which is as it was written: {said}; restore it"
-    assert (expected if said else f"shard {path} is") in sentence
+    assert str(error.value) in ActivationStore.open(tmp_path / "s").verify()
 
 
 @given(st.data())
@@ -106,14 +96,6 @@ def document(tmp_path_factory):
     return json.loads((path / "store.json").read_text())
 
 
-SHARD = {
-    "file": "../00000.h5",
-    "rows": 1,
-    "resume": {"cursor": {}, "skip": 0},
-    "frame": {"start": 0, "xxh3": ""},
-}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -124,13 +106,8 @@ SHARD = {
         ({"d_in": 0}, "d_in: expected at least 1, got 0"),
         ({"chunk_rows": 10**30}, "chunk_rows: expected at most 1099511627776, got 10000"),
         ({"dtype": "float8"}, "dtype: expected float32, float16 or bfloat16, got 'float8'"),
-        ({"columns": ["mood"]}, "columns: expected some of token_id, .*, role, .* got 'mood'"),
         ({"shards": [{"file": "../../etc"}]}, r"expected a field shards\.0\.rows, got none"),
-        ({"shards": [SHARD]}, r"expected shard 0 to be named 00000\.h5, got '\.\./00000\.h5'"),
-        ({"shards": [SHARD | {"frame": None}]}, r"shards\.0\.frame: expected"),
         ({"shards": None}, "shards: expected a valid array, got None"),
-        ({"ranks": 2}, "expected no list of shards"),
-        ({"shard_rows": 99}, r"expected 99 rows in shard 00000\.h5, got 100"),
         *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
     ],
 )
@@ -141,57 +118,6 @@ def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, ch
     )
     with pytest.raises(StoreError, match=rf"cannot read .*store\.json: {said}"):
         ActivationStore.open(tmp_path / "s")
-
-
-@pytest.mark.parametrize("maps", [1, 256])
-def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path, monkeypatch, maps):
-    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", maps)
-    path = tmp_path / "s" / "shards" / "00000.h5"
-    rows = make_store(tmp_path / "s", ROWS).split("all")
-    np.testing.assert_array_equal(collect(rows.sequential(64)), ROWS)
-    if maps == 1:
-        flip(path, path.stat().st_size // 2)
-        with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
-            collect(rows.sequential(64))
-    os.truncate(path, 1000)
-    with pytest.raises(StoreError, match=r"00000\.h5 (was cut short|is truncated): .*, got 1000"):
-        collect(rows.sequential(64))
-
-
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.integers(-3, 300),
-    st.floats(),
-    st.text(),
-    st.sampled_from(["float32", "float16", [], {}, [[]], ["document"], 10**400]),
-)
-
-
-@given(st.data())
-def test_a_fuzzed_store_json_gives_a_sentence_or_the_same_rows(data):
-    with memory_folder() as folder:
-        make_store(folder / "s", ROWS, documents=np.arange(250))
-        marker = folder / "s" / "store.json"
-        document = json.loads(marker.read_text())
-        place, keys = document, []
-        while isinstance(place, dict | list) and place and (not keys or data.draw(st.booleans())):
-            choices = sorted(place) if isinstance(place, dict) else range(len(place))
-            parent, key = place, data.draw(st.sampled_from(choices))
-            place = parent[key]
-            keys.append(key)
-        if data.draw(st.booleans()):
-            del parent[key]
-        else:
-            parent[key] = data.draw(ODD)
-        marker.write_text(json.dumps(document))
-        try:
-            rows = read(folder)
-        except StoreError as error:
-            assert any(said in str(error) for said in ("store.json", ".h5", "holds no whole shard"))
-        else:
-            np.testing.assert_array_equal(rows, ROWS[: len(rows)])
 
 
 def test_files_that_store_json_does_not_list_are_ignored(tmp_path):
@@ -313,7 +239,7 @@ def test_decoding_and_encoding_equal_torchs(dtype):
     np.testing.assert_array_equal(decoded.view(np.uint32), expected[finite].view(np.uint32))
     bits = np.random.default_rng(0).integers(0, 2**32, (1000, 100), np.uint32)
     values = bits.view(np.float32)
-    values = np.where(np.abs(values) <= DTYPES[dtype].limit, values, np.float32(0))
+    values = np.where(np.isfinite(values), values, np.float32(0))
     encoded = DTYPES[dtype].encode_rows(values)
     expected = torch.from_numpy(values).to(TORCH_TYPES[dtype]).view(torch.uint16).numpy()
     np.testing.assert_array_equal(encoded.view(np.uint16), expected)

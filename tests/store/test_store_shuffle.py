@@ -8,14 +8,12 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
 import saecli
 from saecli.base.errors import ConfigError, StoreError
 from saecli.store.reader import ActivationStore, Rows
-from saecli.store.split import Part, Permutation, is_test
+from saecli.store.split import Part, is_test
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:
@@ -107,6 +105,7 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
 
 def test_a_change_to_a_batch_leaves_the_store_and_other_batches_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("saecli.store.split.BLOCK_BYTES", 1 << 10)  # a few batches a block
+    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", 1)
     rows = numbered(2000, d_in=8)
     for name in ("a", "b"):
         make_store(tmp_path / name, rows, shard_rows=700, chunk_rows=20)
@@ -140,28 +139,6 @@ def test_windows_grow_with_the_batch_so_that_rows_are_read_in_runs(
     np.testing.assert_array_equal(np.sort(numbers), np.arange(5000))
     units = math.ceil(5000 / unit / windows)  # of the first window
     assert len(np.unique(numbers[: (units - 1) * unit // batch_size * batch_size] // unit)) == units
-
-
-def permuted_without_a_table(count: int, seed: int) -> np.ndarray:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saecli.store.split.LARGEST_TABLE", 0)
-        return Permutation(count, np.random.default_rng(seed))(np.arange(count))
-
-
-@given(st.integers(1, 3000), st.integers(0, 2**32))
-def test_permutation_beyond_a_table_is_one(count, seed):
-    images = permuted_without_a_table(count, seed)
-    np.testing.assert_array_equal(np.sort(images), np.arange(count))
-
-
-def test_permutation_beyond_a_table_scatters_neighbours():
-    count = 40_000
-    images = permuted_without_a_table(count, 0)
-    # Each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom.
-    for part in np.split(images, 8):
-        counts = np.bincount(part * 50 // count, minlength=50)
-        assert ((counts - 100) ** 2 / 100).sum() < 95
-    assert (np.abs(np.diff(images)) <= 10).mean() == pytest.approx(20 / count, abs=5e-4)
 
 
 STREAMS = [

@@ -101,10 +101,10 @@ def test_each_transcoder_of_a_set_is_that_of_its_two_stores_alone(sae, home):
 @pytest.mark.parametrize(
     ("data", "target", "sentence"),
     [
-        ("m-l*-mlp_in", "m-l0-mlp_out", "--target lacks layers 1, 2:"),
-        ("m-l[1-9]-mlp_in", "m-l*-mlp_out", "--data lacks layer 0:"),
-        ("m-l0-*", "m-l0-mlp_out", "two stores of layer 0, m-l0-mlp_in and m-l0-mlp_out"),
-        ("bare", "m-l0-mlp_out", "bare, which records no layer"),
+        ("m-l*-mlp_in", "m-l0-mlp_out", "layers [0, 1, 2] and [0]"),
+        ("m-l[1-9]-mlp_in", "m-l*-mlp_out", "layers [1, 2] and [0, 1, 2]"),
+        ("m-l0-*", "m-l0-mlp_out", "layers [0, 0] and [0]"),
+        ("bare", "m-l0-mlp_out", "layers [None] and [0]"),
         ("m-l0-mlp_in", "fewer-l0", "not row for row the same tokens"),
         ("m-l0-mlp_in", "none-*", "no activation store matches 'none-*'"),
     ],

@@ -230,7 +230,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this"),
+        (("--device", "cuda:1"), "--device cuda:1 has no GPU for each of the 2 processes of this"),
         (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
         (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
         (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...base.errors import FormatError, layers_in_words, one_line
-from ...base.files import appearing_whole, regular
+from ...base.files import appearing_whole
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
@@ -69,7 +69,7 @@ def _read_yaml(path: Path) -> dict[str, str]:
     import yaml  # takes 20 ms to import, and other formats do not need it
 
     try:
-        document = yaml.load(regular(path).read_bytes(), yaml.BaseLoader)
+        document = yaml.load(path.read_bytes(), yaml.BaseLoader)
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         raise FormatError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(document, dict):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
-from ...base.files import appearing_whole, as_named, regular
+from ...base.files import appearing_whole, as_named
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
@@ -255,7 +255,7 @@ def origin_from(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors, and the header's entries."""
-    with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
+    with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         return _numbers(path, tensors), file.metadata() or {}
 
@@ -268,7 +268,7 @@ def read_renamed(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a `torch.save` file, with `weights_only`, so that no code is run."""
     with naming(str(path), TO_FIT):
-        tensors = load_torch(regular(path), to_fit=TO_FIT)
+        tensors = load_torch(path)
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
     ):
@@ -282,7 +282,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
     """The floating-point arrays of NumPy's archive, without running code."""
     tensors = {}
     with naming(str(path), TO_FIT):
-        for name, load in list_numpy(regular(path)).items():
+        for name, load in list_numpy(path).items():
             array = load()
             if array.dtype not in FLOATS:
                 raise FormatError(
