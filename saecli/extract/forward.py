@@ -4,13 +4,12 @@ Every block is read at all hook points, also where a store has its rows already:
 get the same blocks again, each from its own cursor on.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -146,54 +145,20 @@ def _on_host(rows: Tensor) -> np.ndarray:
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
-class Ahead(Generic[Item]):
-    """Runs a generator in a thread, up to `count` items ahead of its consumer, which gets its errors.
+def ahead(items: Generator[Item, None, None], count: int = 1) -> Generator[Item, None, None]:
+    """The items of a generator, made in a thread up to `count` items ahead of the consumer, which gets its errors.
 
-    Leaving the context stops the thread at the next item, and waits for that at most `patience` seconds.
+    Closing it waits for the item that is being made.
     """
-
-    def __init__(
-        self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0
-    ) -> None:
-        self._items, self._patience = items, patience
-        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sae-ahead", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join(self._patience)
-
-    def __iter__(self) -> Iterator[Item]:
-        while True:
-            item, error = self._queue.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sae-ahead")
+    under_way = deque(pool.submit(next, items, None) for _ in range(count))
+    try:
+        while (item := under_way.popleft().result()) is not None:
+            under_way.append(pool.submit(next, items, None))
             yield item
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                self._put(item, None)
-                if self._stopped.is_set():
-                    break
-            self._put(None, None)
-        except BaseException as error:  # raised again in the consumer's thread
-            self._put(None, error)
-        finally:
-            self._items.close()
-
-    def _put(self, item: Item | None, error: BaseException | None) -> None:
-        while not self._stopped.is_set():
-            with suppress(queue.Full):
-                self._queue.put((item, error), timeout=0.1)
-                return
+    finally:
+        pool.shutdown(cancel_futures=True)
+        items.close()
 
 
 def demand_some(stored: int, dtype: str, offered: int, points: int, ended: bool = False) -> None:
@@ -263,7 +228,7 @@ def fill(
                 forward.note(words)
 
     with (
-        Ahead(blocks_from(first)) as blocks,
+        closing(ahead(blocks_from(first))) as blocks,
         ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool,
     ):
         under_way: Future[None] = pool.submit(lambda: None)

@@ -1,6 +1,7 @@
 """Rows of one hook point of a model, as it gives them, in place of stores."""
 
 from collections.abc import Callable, Generator, Set
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..base.processes import ALONE
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction, resolved
-from .forward import Ahead, demand_some, in_groups
+from .forward import ahead, demand_some, in_groups
 from .options import TINY_GEMMA2, ExtractConfig, at_revisions, last_layer
 from .requests import points_of, store_requests
 from .texts import STDLIB_DOCS
@@ -96,8 +97,8 @@ def open_stream(
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         admission = Admission(meta)
         stored = offered = 0
-        with Ahead(extraction.blocks()) as ahead:
-            for group in in_groups(ahead, forward.tokens, config.rows):
+        with closing(ahead(extraction.blocks())) as in_order:
+            for group in in_groups(in_order, forward.tokens, config.rows):
                 parts = forward.each(group, points, show)
                 for block, activations in zip(group, parts, strict=True):
                     for words in block.notes:
