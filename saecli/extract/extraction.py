@@ -38,16 +38,13 @@ from .options import (
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
 from .texts import Document, Mixture
 from .tokenizer import Chats, known_text
-from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
+from .windows import START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
 ModelLike = str | torch.nn.Module  # a name, or a loaded model
-LEAST_AHEAD = 1 << 12  # tokens per block
-# Parameters times tokens per block, for larger models: about a minute on two cores. A kill loses the current block.
-WORK_AHEAD = 1 << 42
 
 
 @overload
@@ -207,8 +204,7 @@ def resolved(
 
 
 class Extraction:
-    """A text run through a language model, or several, in blocks of at most about `block_rows` rows; `rows` of them
-    are of this rank."""
+    """A text run through a language model, or several; `rows` of its rows are of this rank."""
 
     def __init__(
         self,
@@ -238,9 +234,6 @@ class Extraction:
         for model in models:
             for note in model.notes:
                 listener.note(note)
-        size = sum(model.size for model in models)
-        tokens = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)
-        self.block_rows = 1 << (tokens.bit_length() - 1)
         rows, more = divmod(config.rows, processes.world_size)
         self.rows = rows + (processes.rank < more)
 
@@ -315,7 +308,7 @@ class Extraction:
                     self.all.check_text(str(document.text), document.number)
                     yield document
 
-        for block in in_blocks(documents_from, self.windows(), self.rows, cursor, self.block_rows):
+        for block in in_blocks(documents_from, self.windows(), self.rows, cursor):
             block.notes, ended[:] = tuple(ended), []
             yield block
 

@@ -5,10 +5,9 @@ get the same blocks again, each from its own cursor on.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -57,17 +56,6 @@ class Forward:
         self._model, self._dtype = model, getattr(torch, dtype)
         self.tokens, self.note = tokens, note
 
-    def each(
-        self, blocks: Sequence[Block], points: Sequence[HookPoint], show: Callable[[int, int], None]
-    ) -> list[Activations]:
-        """The activations of each of several blocks, run together; none where no block has windows."""
-        whole = self(chain(*blocks), points, show) if any(map(len, blocks)) else {}
-        ends = np.cumsum([block.rows for block in blocks])
-        return [
-            {point: rows[end - block.rows : end] for point, rows in whole.items()}
-            for block, end in zip(blocks, ends, strict=True)
-        ]
-
     def __call__(
         self,
         windows: Iterable[tuple[np.ndarray, np.ndarray]],
@@ -75,8 +63,10 @@ class Forward:
         show: Callable[[int, int], None],
     ) -> Activations:
         """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
-        `show` is called after each batch with its numbers of tokens and rows."""
+        `show` is called after each batch with its numbers of tokens and rows. None without windows."""
         stored = [StoredWindow(*window) for window in windows]
+        if not stored:
+            return {}
         lengths = np.array([window.length for window in stored])
         ends = np.cumsum([window.replaced.sum() for window in stored])
         rows_of = np.split(np.arange(ends[-1]), ends[:-1])
@@ -179,18 +169,6 @@ def demand_some(stored: int, dtype: str, offered: int, points: int, ended: bool 
     )
 
 
-def in_groups(blocks: Iterable[Block], tokens: int, rows: int) -> Iterator[list[Block]]:
-    """Blocks to run together, enough for a batch of `tokens`, up to the last of `rows` rows."""
-    group: list[Block] = []
-    for block in blocks:
-        group.append(block)
-        if sum(int(each.lengths.sum()) for each in group) >= tokens or block.offered >= rows:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
 def fill(
     writers: Mapping[HookPoint, StoreWriter],
     blocks_from: Callable[[Cursor], Generator[Block, None, None]],
@@ -214,31 +192,30 @@ def fill(
     def needs(point: HookPoint, block: Block) -> bool:
         return not writers[point].full and block.cursor.order >= cursors[point].order
 
-    def store(group: Sequence[Block], parts: Sequence[Activations]) -> None:
-        for block, activations in zip(group, parts, strict=True):
-            for point, writer in writers.items():
-                if needs(point, block):
-                    columns = {name: block.columns[name] for name in writer.meta.columns}
-                    nothing = np.empty((0, writer.meta.d_in), np.float32)
-                    windows = block.windows if writer.meta.windows else None
-                    at, counts = block.cursor.to_json(), block.before
-                    writer.append(activations.get(point, nothing), columns, at, counts, windows)
-                    demand_some(writer.rows, writer.meta.dtype, block.offered, len(points))
-            for words in block.notes:
-                forward.note(words)
+    def store(block: Block, activations: Activations) -> None:
+        for point, writer in writers.items():
+            if needs(point, block):
+                columns = {name: block.columns[name] for name in writer.meta.columns}
+                nothing = np.empty((0, writer.meta.d_in), np.float32)
+                windows = block.windows if writer.meta.windows else None
+                at, counts = block.cursor.to_json(), block.before
+                writer.append(activations.get(point, nothing), columns, at, counts, windows)
+                demand_some(writer.rows, writer.meta.dtype, block.offered, len(points))
+        for words in block.notes:
+            forward.note(words)
 
     with (
         closing(ahead(blocks_from(first))) as blocks,
         ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool,
     ):
         under_way: Future[None] = pool.submit(lambda: None)
-        for group in in_groups(blocks, forward.tokens, rows):
-            offered = group[-1].offered
-            parts: list[Activations] = [{} for _ in group]
-            if any(needs(point, group[-1]) for point in writers):
-                parts = forward.each(group, points, show)
+        for block in blocks:
+            offered = block.offered
+            activations: Activations = {}
+            if any(needs(point, block) for point in writers):
+                activations = forward(block, points, show)
             under_way.result()
-            under_way = pool.submit(store, group, parts)
+            under_way = pool.submit(store, block, activations)
             if offered >= rows:  # enough, unless some could not be stored
                 under_way.result()
                 if all(writer.full for writer in writers.values()):

@@ -41,7 +41,7 @@ CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
 
 
 class LanguageModel:
-    """A loaded language model of `size` parameters, including blocks that are not loaded, and its tokenizer.
+    """A loaded language model and its tokenizer.
 
     Args:
         head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused, unless it is "any"
@@ -99,7 +99,6 @@ class LanguageModel:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
         self._demand_tokens()
-        self.size = outline.size
         self.modules = Modules(self.model, outline.path, outline.modules.all_blocks)
         if is_masked:
             self.mask_token = self.tokenizer.mask_token_id
@@ -111,7 +110,6 @@ class LanguageModel:
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
         self.modules = modules_of(source)
-        self.size = sum(parameter.numel() for parameter in self.model.parameters())
 
     def _demand_tokens(self) -> None:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
@@ -326,13 +324,12 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 class Outline:
-    """A model without weights, of `size` parameters, and its modules; its blocks are those at `path`."""
+    """A model without weights, and its modules; its blocks are those at `path`."""
 
     def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
         with torch.device("meta"):
             self._whole = loader.from_config(source.config, **settings)
         self._source, self._settings = source, settings
-        self.size = sum(parameter.numel() for parameter in self._whole.parameters())
         self.path = blocks_of(self._whole, source.layers, source.name)
         self.modules = Modules(self._whole, self.path)
 

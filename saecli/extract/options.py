@@ -235,8 +235,8 @@ class ExtractConfig(Config):
     batch_size: Annotated[
         Annotated[int, Ge(1), Le(MOST)] | Literal["auto"],
         Shown(
-            "Windows per forward pass; halved on out-of-memory. Changes rows only by "
-            "rounding. auto: of 16,384 tokens on a GPU, 2,048 on a CPU."
+            "Windows per forward pass, of at most 16,384 tokens; halved on out-of-memory. Changes rows only by "
+            "rounding. auto: 16,384 tokens on a GPU, 2,048 on a CPU."
         ),
     ] = "auto"
     shard_rows: Annotated[

@@ -16,7 +16,7 @@ from ..base.processes import ALONE
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction, resolved
-from .forward import ahead, demand_some, in_groups
+from .forward import ahead, demand_some
 from .options import TINY_GEMMA2, ExtractConfig, at_revisions, last_layer
 from .requests import points_of, store_requests
 from .texts import STDLIB_DOCS
@@ -38,7 +38,6 @@ class Streamed:
     meta: StoreMeta  # its `store.json`
     given: dict[str, Any]  # the options of `sae train` that determine the rows
     blocks: Blocks
-    block_rows: int  # rows per block, about
 
     @property
     def hash(self) -> str:
@@ -98,19 +97,18 @@ def open_stream(
         admission = Admission(meta)
         stored = offered = 0
         with closing(ahead(extraction.blocks())) as in_order:
-            for group in in_groups(in_order, forward.tokens, config.rows):
-                parts = forward.each(group, points, show)
-                for block, activations in zip(group, parts, strict=True):
-                    for words in block.notes:
-                        listener.note(words)
-                    if not activations:  # all its documents were left out
-                        continue
-                    rows, verdicts = admission.verdicts(activations[request.point])
-                    admitted = verdicts == ADMITTED
-                    stored, offered = stored + int(admitted.sum()), block.offered
-                    # bfloat16 has the range of float32: another type would not help
-                    demand_some(stored, "float32", offered, 1)
-                    yield rows[admitted], block.columns["document"][admitted]
+            for block in in_order:
+                activations = forward(block, points, show)
+                for words in block.notes:
+                    listener.note(words)
+                if not activations:  # all its documents were left out
+                    continue
+                rows, verdicts = admission.verdicts(activations[request.point])
+                admitted = verdicts == ADMITTED
+                stored, offered = stored + int(admitted.sum()), block.offered
+                # bfloat16 has the range of float32: another type would not help
+                demand_some(stored, "float32", offered, 1)
+                yield rows[admitted], block.columns["document"][admitted]
         demand_some(stored, "float32", offered, 1, ended=True)
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
@@ -127,7 +125,7 @@ def open_stream(
     }
     if config.chat_template is not None:
         chosen["chat_template"] = _absolute(config.chat_template)
-    stream = Streamed(request.folder.name, meta, chosen, blocks, extraction.block_rows)
+    stream = Streamed(request.folder.name, meta, chosen, blocks)
     return stream, extraction
 
 

@@ -23,9 +23,8 @@ from ..store.values import Windows as StoredWindows
 from .texts import Document, Mark
 from .tokenizer import ASSISTANT, Conversation, affixes, special_ids
 
-LOOK_AHEAD = 1 << 15  # tokens per block, about
-FIRST_ROWS = 10_000  # rows of the first block, about: a wrong model or dtype shows early
-SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not finite
+BLOCK_TOKENS = 1 << 14  # about; a kill loses the current block
+SPARE_ROWS = 2_048  # of a block that makes up for rows that were not stored
 
 
 class Cursor(NamedTuple):
@@ -260,22 +259,11 @@ def in_blocks(
     windows: Windows,
     rows: int,
     cursor: Cursor = START,
-    ahead: int = LOOK_AHEAD,
-    first_rows: int = FIRST_ROWS,
 ) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
 
-    A block has about `ahead` tokens, the first about `first_rows` rows; it ends early at the last of `rows` rows.
+    A block has about `BLOCK_TOKENS` tokens; it ends early at the last of `rows` rows.
     """
-
-    def most_rows() -> int:
-        if not cursor.offered:
-            return min(first_rows, rows)
-        # Further blocks make up for rows that were not stored; each doubles the number of extra rows.
-        if cursor.offered < rows:
-            return rows - cursor.offered
-        return max(SPARE_ROWS, cursor.offered - rows)
-
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
     tokens = kept = 0
@@ -284,7 +272,8 @@ def in_blocks(
         skipped.append(windows.taken())
         tokens += len(window.tokens)
         kept += int(window.kept.sum())
-        if tokens >= ahead or kept >= most_rows():
+        most_rows = rows - cursor.offered if cursor.offered < rows else SPARE_ROWS
+        if tokens >= BLOCK_TOKENS or kept >= most_rows:
             block = Block(gathered, cursor, [*skipped, windows.taken()])
             yield block
             cursor = block.end

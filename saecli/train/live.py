@@ -18,6 +18,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import ahead
 from ..extract.streaming import Streamed
+from ..extract.windows import BLOCK_TOKENS
 from ..store.opening import note_massive
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part, Split
@@ -83,7 +84,7 @@ class LiveRows(RowSource):
         self._closed = Event()
 
     def __enter__(self) -> Self:
-        blocks_ahead = max(1, self._window_rows // self._source.block_rows)
+        blocks_ahead = max(1, self._window_rows // BLOCK_TOKENS)
         # Leaving waits for the batch that the model is computing.
         blocks = closing(ahead(self._source.blocks(self._go_on), blocks_ahead))
         with ExitStack() as opened:

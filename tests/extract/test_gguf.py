@@ -72,7 +72,7 @@ def test_first_blocks_and_head_are_loaded_as_of_a_folder(tmp_path: Path):
     cut = LanguageModel(find_model(str(path)), CPU, last=0)
     whole = LanguageModel(find_model(str(path)), CPU, head=True)
     expected = LanguageModel(find_model(str(plain)), CPU, head=True)
-    assert (len(cut.blocks), len(whole.blocks), cut.size) == (1, 3, expected.size - 32 * 32)
+    assert (len(cut.blocks), len(whole.blocks)) == (1, 3)
     for name, weight in expected.model.state_dict().items():
         assert torch.equal(whole.model.state_dict()[name], weight)
     for name, weight in cut.model.state_dict().items():

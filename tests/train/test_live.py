@@ -61,7 +61,7 @@ def live_rows(
         if error is not None:
             raise error
 
-    source = Streamed("some-model-l0", meta, {}, blocks, 64)
+    source = Streamed("some-model-l0", meta, {}, blocks)
     window_bytes = WINDOW_BYTES if window is None else window * D * 4
     return LiveRows(source, wanted, 0, least, Silent(), window_bytes, begun)
 
