@@ -15,7 +15,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, StoreError, counted, size_words
+from ..base.errors import ConfigError, counted
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
@@ -128,7 +128,7 @@ def extract(
         )
         specs = [] if given else at_revisions(models, config.model_revision) or []
         sources = [source, *given[1:], *map(find_model, specs[1:])]
-        demand_same_tokens(sources, config, listener.note)
+        demand_same_tokens(sources, config)
         sites = [site] if isinstance(site, str) else site
         points = points_of(sources, layer, sites, modules)
         requests = store_requests(config, sources, text, points, name, Home.at(home).stores)
@@ -152,7 +152,6 @@ def extract(
             with in_eval_mode([each.model for each in given]):
                 write_stores(Extraction(config, loaded, text, listener, processes), requests)
         stores = [ActivationStore.open(request.folder) for request in requests]
-        _demand_same_rows(stores)
         if processes.is_main:
             if stores[0].rows < config.rows:
                 listener.note(
@@ -165,17 +164,6 @@ def extract(
     listed = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
     several = listed or "*" in (module or "") or not isinstance(module, str | None)
     return stores if several else stores[0]
-
-
-def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:
-    """Resumed with another batch size, a row within rounding of overflow may be dropped from one store alone."""
-    ends = [[shard.resume.position for shard in store.meta.shards] for store in stores]
-    for store, own_ends in zip(stores, ends, strict=True):
-        if own_ends != ends[0]:
-            raise StoreError(
-                f"{stores[0].name} and {store.name} do not hold the same rows: their shards end at different "
-                "tokens; remove both and run the same command again, with one --batch-size on one machine"
-            )
 
 
 def resolved(
@@ -232,8 +220,8 @@ class Extraction:
         if text.chat:
             self._read_chats()
         for model in models:
-            for note in model.notes:
-                listener.note(note)
+            if model.source.note:
+                listener.note(model.source.note)
         rows, more = divmod(config.rows, processes.world_size)
         self.rows = rows + (processes.rank < more)
 
@@ -297,20 +285,12 @@ class Extraction:
     def blocks(self, cursor: Cursor = START) -> Generator[Block, None, None]:
         """The blocks of this rank's documents."""
         rank, world_size = self.processes.rank, self.processes.world_size
-        ended: list[str] = []  # the reader is ahead: told when the block is stored
 
         def documents_from(begin: Cursor) -> Iterator[Document]:
-            documents = self.text.documents(
-                begin.document, begin.mark, self.listener.note, ended.append
-            )
-            for document in documents:
-                if document.number % world_size == rank:
-                    self.all.check_text(str(document.text), document.number)
-                    yield document
+            documents = self.text.documents(begin.document, begin.mark, self.listener.note)
+            return (document for document in documents if document.number % world_size == rank)
 
-        for block in in_blocks(documents_from, self.windows(), self.rows, cursor):
-            block.notes, ended[:] = tuple(ended), []
-            yield block
+        return in_blocks(documents_from, self.windows(), self.rows, cursor)
 
 
 def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> None:
@@ -335,7 +315,7 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> No
             )
             for request in requests
         }
-        with _progress(extraction, writers, rows_begun) as show:
+        with _progress(extraction, rows_begun) as show:
             fill(writers, extraction.blocks, extraction.forward(), extraction.rows, show)
         processes.barrier()
         for request in requests:
@@ -357,7 +337,7 @@ def _rows_begun(requests: Sequence[StoreRequest]) -> dict[Path, int]:
 
 @contextmanager
 def _progress(
-    extraction: Extraction, writers: Mapping[HookPoint, StoreWriter], rows_begun: Mapping[Path, int]
+    extraction: Extraction, rows_begun: Mapping[Path, int]
 ) -> Iterator[Callable[[int, int], None]]:
     """Shows the progress of all ranks, assumed to be as far as this one; called after each batch."""
     rows, ranks = extraction.config.rows, extraction.processes.world_size
@@ -374,8 +354,6 @@ def _progress(
             done_tokens += tokens * ranks
             done_rows += rows * ranks
             rate = done_tokens / max(time.monotonic() - started, 1e-9)
-            written = ranks * sum(writer.rows for writer in writers.values())
-            size = ranks * sum(writer.rows * writer.meta.row_bytes for writer in writers.values())
-            show(done_rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size_words(size)}")
+            show(done_rows, f"{rate:,.0f} tokens/s")
 
         yield step

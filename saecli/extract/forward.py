@@ -151,21 +151,14 @@ def ahead(items: Generator[Item, None, None], count: int = 1) -> Generator[Item,
         items.close()
 
 
-def demand_some(stored: int, dtype: str, offered: int, points: int, ended: bool = False) -> None:
+def demand_some(stored: int, dtype: str, offered: int, ended: bool = False) -> None:
     """Raise a StoreError if none of at least `NONFINITE_ROWS` rows, or of a text that has `ended`, could be stored in
     that dtype."""
     if stored or offered < (1 if ended else NONFINITE_ROWS):
         return
-    others = [f"--dtype {name}" for name in ("bfloat16", "float32") if name != dtype]
-    advice = f"use {' or '.join(others)}"
-    if dtype == "float32":
-        advice = "the model itself gives them, so check its weights"
-    everywhere = ""
-    if points > 1:
-        everywhere = f" at all {points} hook points"
-        advice = "extract each hook point alone to see which of them drops its rows"
     raise StoreError(
-        f"no row can be stored: none of {offered:,} is finite in {dtype}{everywhere}; {advice}"
+        f"no row can be stored: none of {offered:,} is finite in {dtype} at every hook point; "
+        "try --dtype float32, else check the model's weights"
     )
 
 
@@ -200,9 +193,7 @@ def fill(
                 windows = block.windows if writer.meta.windows else None
                 at, counts = block.cursor.to_json(), block.before
                 writer.append(activations.get(point, nothing), columns, at, counts, windows)
-                demand_some(writer.rows, writer.meta.dtype, block.offered, len(points))
-        for words in block.notes:
-            forward.note(words)
+                demand_some(writer.rows, writer.meta.dtype, block.offered)
 
     with (
         closing(ahead(blocks_from(first))) as blocks,
@@ -222,5 +213,5 @@ def fill(
                     break
         under_way.result()
     for writer in writers.values():
-        demand_some(writer.rows, writer.meta.dtype, offered, len(points), ended=True)
+        demand_some(writer.rows, writer.meta.dtype, offered, ended=True)
         writer.finish()

@@ -133,18 +133,6 @@ class LanguageModel:
             )
 
     @property
-    def notes(self) -> list[str]:
-        notes = list(self.source.notes)
-        own = self.tokenizer.bos_token_id
-        declared = getattr(self.source.config.get_text_config(), "bos_token_id", None)
-        if own is not None and declared is not None and own != declared:
-            notes.append(
-                f"{self.source.name}: BOS is token {own} of its tokenizer and {declared} in config.json; "
-                f"a tokenizer of another model gives rows of other texts"
-            )
-        return notes
-
-    @property
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.shape[0]
 
@@ -259,31 +247,11 @@ def _with_head(source: ModelSource) -> Any:
 
 class SideBySide:
     """Models that read the same tokens; a hook point's `model` is its model's number among them. The text is cut by the
-    first one's tokenizer; it may hold no token that is not all models'."""
+    first one's tokenizer."""
 
     def __init__(self, models: Sequence[LanguageModel]) -> None:
         self.models, first = models, models[0]
         self.source, self.tokenizer, self.device = first.source, first.tokenizer, first.device
-        ours, *others = (model.tokenizer.get_vocab() for model in models)
-        self._alone = torch.tensor(
-            sorted(ours[token] for other in others for token in ours.keys() - other.keys()),
-            dtype=torch.int64,
-        )
-        self._theirs = {
-            token: model.source.name
-            for model in models[1:]
-            for token in model.tokenizer.get_added_vocab()
-            if token not in ours
-        }
-
-    def check_text(self, text: str, number: int) -> None:
-        """Raise a ModelError if a model would read a token there that the first one does not know."""
-        for token, name in self._theirs.items():
-            if token in text:
-                raise ModelError(
-                    f"document {number:,} has the token {token}, which {name} reads and "
-                    f"{self.source.name} does not; remove it from the text, or extract one by one"
-                )
 
     def read(
         self,
@@ -292,13 +260,7 @@ class SideBySide:
         points: Sequence[HookPoint],
         take: Callable[[Tensor], Taken],
     ) -> list[Taken]:
-        """As `LanguageModel.read`; ModelError for tokens that not all models know."""
-        if len(wrong := token_ids[torch.isin(token_ids, self._alone) & (mask == 1)]):
-            token = self.tokenizer.convert_ids_to_tokens(int(wrong[0]))
-            raise ModelError(
-                f"the text has the token {token}, which {self.source.name} alone reads; remove it from "
-                f"the text, or extract one by one"
-            )
+        """As `LanguageModel.read`."""
         taken: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
             if own := [point for point in points if point.model == number]:

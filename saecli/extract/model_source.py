@@ -95,7 +95,7 @@ class ModelSource:
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
     content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
-    notes: tuple[str, ...] = ()  # what a user may not expect of its files
+    note: str | None = None  # what a user may not expect of its file
     weights: tuple[str, ...] = ()  # files of a hub model; without a network those in the cache
 
     @property
@@ -195,19 +195,15 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
     if file is not None:
         demand_packages(name)
         config = _config(name, str(file))
-        return ModelSource(name, str(file), None, config, file_sha256(file), notes_on(file))
+        return ModelSource(name, str(file), None, config, file_sha256(file), note_on(file))
     location = BUNDLED.get(name, Path(name))
     files = [path.name for path in location.iterdir() if path.is_file()]
     demand_model(name, files)
     config = _config(name, str(location))
     if name in BUNDLED:
         return ModelSource(name, str(location), None, config)
-    read, *others = [patterns[0] for patterns in WEIGHTS if patterns[0] in files] or [""]
-    notes = (
-        [f"{name}: weights are read from {read}, not from {' or '.join(others)}"] if others else []
-    )
     content = _content_of_folder(location, files)
-    return ModelSource(name, str(location), None, config, content, tuple(notes))
+    return ModelSource(name, str(location), None, config, content)
 
 
 def _on_hub(name: str, revision: str | None) -> ModelSource:
@@ -260,7 +256,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
     deciding = deciding_files(ids)
     content = hash_request({file: ids[file] for file in deciding})
     weights = tuple(file for file in deciding if not _matching([file], SMALL_FILES))
-    return ModelSource(name, location, commit, _config(name, location), content, (), weights)
+    return ModelSource(name, location, commit, _config(name, location), content, weights=weights)
 
 
 def _blob_of(path: Path) -> str:
@@ -386,17 +382,16 @@ def demand_packages(name: str) -> None:
         )
 
 
-def notes_on(path: Path) -> tuple[str, ...]:
-    """What the reader does to a model."""
+def note_on(path: Path) -> str | None:
+    """What the reader leaves out of a model."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    notes = [f"{path.name}: its packed weights are made dense, as transformers reads them"]
     if scaled := [name for name in ROPE_FACTORS if name.encode() in head]:
-        notes.append(
+        return (
             f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
             f"embedding, so rows differ from the model's; its folder from the hub has them"
         )
-    return tuple(notes)
+    return None
 
 
 def from_pretrained(kind: Any, location: str, **settings: Any) -> Any:

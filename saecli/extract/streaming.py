@@ -99,17 +99,14 @@ def open_stream(
         with closing(ahead(extraction.blocks())) as in_order:
             for block in in_order:
                 activations = forward(block, points, show)
-                for words in block.notes:
-                    listener.note(words)
                 if not activations:  # all its documents were left out
                     continue
                 rows, verdicts = admission.verdicts(activations[request.point])
                 admitted = verdicts == ADMITTED
                 stored, offered = stored + int(admitted.sum()), block.offered
-                # bfloat16 has the range of float32: another type would not help
-                demand_some(stored, "float32", offered, 1)
+                demand_some(stored, meta.dtype, offered)
                 yield rows[admitted], block.columns["document"][admitted]
-        demand_some(stored, "float32", offered, 1, ended=True)
+        demand_some(stored, meta.dtype, offered, ended=True)
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     revisions = [each.revision or "" for each in text.sources]

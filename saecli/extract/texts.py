@@ -296,10 +296,9 @@ class Mixture:
         start: int = 0,
         mark: Mark | None = None,
         note: Callable[[str], None] = lambda _: None,
-        ended: Callable[[str], None] | None = None,
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
-        `ended` is called where a source ends before others, by default `note`."""
+        `note` also tells of a source that ends before others."""
         if not self.names:
             yield from self.sources[0].documents(start, mark, note)
             return
@@ -315,11 +314,8 @@ class Mixture:
             index = min(waiting, key=lambda source: counts[source] / self.shares[source])
             if (document := next(waiting[index], None)) is None:
                 del waiting[index]
-                ends = f"{self.names[index]} ends after {counts[index]:,} rows"
                 if waiting:
-                    (ended or note)(f"{ends}; others go on")
-                elif ended is None:
-                    note(ends)
+                    note(f"{self.names[index]} ends after {counts[index]:,} rows; others go on")
                 continue
             marks[index] = document.mark
             before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}

@@ -222,7 +222,6 @@ class Block:
         self, windows: list[Window], cursor: Cursor, skipped: Sequence[Mapping[str, int]]
     ) -> None:
         self.cursor = cursor
-        self.notes: tuple[str, ...] = ()  # for the user, once the block is needed
         tokens = np.concatenate([np.empty(0, TOKEN), *(window.tokens for window in windows)])
         kept = tokens["kept"]
         self.rows = int(kept.sum())

