@@ -31,13 +31,12 @@ from .options import (
     ExtractConfig,
     HookPoint,
     ModelDtype,
-    at_revisions,
     last_layer,
     module_site,
 )
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
 from .texts import Document, Mixture
-from .tokenizer import Chats, known_text
+from .tokenizer import Chats
 from .windows import START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
@@ -126,8 +125,9 @@ def extract(
         config, source, text = resolved(
             ExtractConfig(**options), options.keys(), torch_device, processes, *given[:1]
         )
-        specs = [] if given else at_revisions(models, config.model_revision) or []
-        sources = [source, *given[1:], *map(find_model, specs[1:])]
+        sources = [source, *given[1:]]
+        if not given:
+            sources += [find_model(each, config.model_revision) for each in models[1:]]
         demand_same_tokens(sources, config)
         sites = [site] if isinstance(site, str) else site
         points = points_of(sources, layer, sites, modules)
@@ -178,8 +178,7 @@ def resolved(
     from .model_source import find_model
 
     text = config.text(given)
-    revision = config.model_revision[0] if config.model_revision else None
-    source = source or find_model(config.model, revision)
+    source = source or find_model(config.model, config.model_revision)
     config = replace(
         config,
         context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
@@ -247,9 +246,8 @@ class Extraction:
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
         """The `store.json` of each store; its width is measured by running the model."""
-        tokenizer, windows, config = self.model.tokenizer, self.windows(), self.config
-        known = tokenizer(known_text(tokenizer), add_special_tokens=False)["input_ids"]
-        token_ids = torch.tensor([[*windows.prefix, *known, *windows.suffix]])
+        windows, config = self.windows(), self.config
+        token_ids = torch.zeros(1, 2, dtype=torch.int64)
         mask = torch.ones_like(token_ids)
         points = [request.point for request in requests]
         widths = self.all.read(token_ids, mask, points, lambda rows: rows.shape[-1])

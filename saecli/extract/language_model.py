@@ -29,7 +29,7 @@ from ..base.errors import ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
 from .hooks import Modules, blocks_of
 from .model_objects import LoadedSource
-from .model_source import UNLOADABLE, ModelSource, explained, from_pretrained, no_tokenizer
+from .model_source import ModelSource, explained, from_pretrained
 from .options import HookPoint
 from .reads import loaded_norm_factors, norm_factors, weights_read
 
@@ -91,9 +91,9 @@ class LanguageModel:
                     torch.manual_seed(weights_seed)
                     model = loader.from_config(source.config, **settings)
             self.model: Any = model.to(device).eval()
-        except ModelError:
+        except SaeError:
             raise
-        except UNLOADABLE as error:
+        except Exception as error:
             raise explained(source.name, error) from error
         finally:
             logging.set_verbosity(quiet)
@@ -281,7 +281,10 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise explained(source.name, error, "tokenizer of") from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise no_tokenizer(source.name)
+        raise ModelError(
+            f"cannot load the tokenizer of {source.name}: it has no readable tokenizer.json or the like next "
+            f"to the weights; save the tokenizer there too"
+        )
     return tokenizer
 
 

@@ -137,10 +137,10 @@ class ExtractConfig(Config):
         Shown(f"Hub id, folder or GGUF file of a language model; {TINY_GEMMA2} is bundled."),
     ] = "google/gemma-2-2b"
     model_revision: Annotated[
-        tuple[str, ...] | None,
+        str | None,
         Shown(
             "Branch, tag or commit of a hub model, such as step1000 of Pythia; the store records the commit. "
-            "Several: one per --model. Default: main."
+            "Several checkpoints: --model ID@step1 --model ID@step2. Default: main."
         ),
     ] = None
     dataset: Annotated[

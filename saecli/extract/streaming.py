@@ -17,7 +17,7 @@ from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction, resolved
 from .forward import ahead, demand_some
-from .options import TINY_GEMMA2, ExtractConfig, at_revisions, last_layer
+from .options import TINY_GEMMA2, ExtractConfig, last_layer
 from .requests import points_of, store_requests
 from .texts import STDLIB_DOCS
 
@@ -75,7 +75,6 @@ def open_stream(
 
     torch_device = device_named(device)
     config, source, text = resolved(config, given, torch_device, ALONE)
-    at_revisions(config.model, config.model_revision)  # raises if there are several for one model
     text.demand_read()
     layer, site = at
     modules = [site] if layer is None and ":" in site else []
@@ -112,7 +111,7 @@ def open_stream(
     revisions = [each.revision or "" for each in text.sources]
     chosen |= {
         "model": _absolute(config.model),
-        **({"model_revision": [source.revision]} if source.revision else {}),
+        **({"model_revision": source.revision} if source.revision else {}),
         **({"module": model.modules.named(request.point)} if modules else request.point.place),
         "rows": config.rows,
         "context": config.context,
