@@ -211,7 +211,6 @@ class Extraction:
             config.window,
             config.positions,
             config.packed,
-            config.min_tokens,
             config.control_tokens if text.chat else None,
             config.begins,
         )

@@ -4,7 +4,6 @@ They are read by module hooks rather than from `hidden_states`, whose last entry
 are loaded; the configuration stays the whole model's, so that they compute the same.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -25,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ModelError, SaeError, counted, one_line
+from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
 from .hooks import Modules, blocks_of
 from .model_objects import LoadedSource
@@ -34,10 +33,6 @@ from .options import HookPoint
 from .reads import loaded_norm_factors, norm_factors, weights_read
 
 Taken = TypeVar("Taken")
-PROBED = 16  # tokens
-ROUNDING = 1e-6  # relative difference of two passes over tokens of the same shape
-# Ends of names of constants that old checkpoints hold.
-CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
 
 
 class LanguageModel:
@@ -74,15 +69,16 @@ class LanguageModel:
         }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        is_masked = head == "any" and _predicts_masked(source)
-        loader: Any = AutoModel
-        if head:
-            loader = AutoModelForMaskedLM if is_masked else _with_head(source)
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
         try:
             self.tokenizer = load_tokenizer(source)
+            loader: Any = AutoModel
+            if head == "any" and _predicts_masked(source):
+                self.mask_token = self.tokenizer.mask_token_id
+            if head:
+                loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
             outline = Outline(source, loader, settings)
             if weights_seed is None:
                 model = outline.load(source.layers if last is None else last + 1)
@@ -100,10 +96,6 @@ class LanguageModel:
         self.model.requires_grad_(False)
         self._demand_tokens()
         self.modules = Modules(self.model, outline.path, outline.modules.all_blocks)
-        if is_masked:
-            self.mask_token = self.tokenizer.mask_token_id
-        if head and self.mask_token is None:
-            self._demand_causal()
 
     def _take(self, source: LoadedSource) -> None:
         self.model, self.tokenizer = source.model, source.tokenizer
@@ -116,20 +108,6 @@ class LanguageModel:
             raise ModelError(
                 f"{self.source.name} reads no tokens: expected a causal language model, got a "
                 f"{type(self.model).__name__}; use another model"
-            )
-
-    @torch.no_grad()
-    def _demand_causal(self) -> None:
-        """Refuse a model whose tokens see later ones: its next token is no prediction."""
-        token_ids = torch.arange(PROBED)[None] % self.vocabulary
-        mask = torch.ones_like(token_ids)
-        logits = self.logits(token_ids, mask)
-        token_ids[:, -1] = 0
-        change = (self.logits(token_ids, mask) - logits)[:, :-1].abs().max()
-        if change > ROUNDING * logits.abs().max():
-            raise ModelError(
-                f"{self.source.name} predicts no next token: expected a causal language model, got "
-                "one whose tokens see later ones; use another model, or leave --model out if it is optional"
             )
 
     @property
@@ -237,11 +215,11 @@ def _with_head(source: ModelSource) -> Any:
         (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
     ):
-        if type(source.config) in mapping:
+        if type(source.config) in mapping and not _predicts_masked(source):
             return loader
     raise ModelError(
         f"{source.name} predicts no next token: expected a causal language model, got one of type "
-        f"{source.config.model_type}; use another model"
+        f"{source.config.model_type}; use another model, or leave --model out if it is optional"
     )
 
 
@@ -250,8 +228,7 @@ class SideBySide:
     first one's tokenizer."""
 
     def __init__(self, models: Sequence[LanguageModel]) -> None:
-        self.models, first = models, models[0]
-        self.source, self.tokenizer, self.device = first.source, first.tokenizer, first.device
+        self.models, self.device = models, models[0].device
 
     def read(
         self,
@@ -317,12 +294,6 @@ class Outline:
                 f"cannot load the model {self._source.name}: expected weights of shape {tuple(shapes[1])} "
                 f"for {name}, got {tuple(shapes[0])}; use a checkpoint that its config.json describes"
             )
-        if unread := sorted(filter(partial(self._unread, blocks), info["unexpected_keys"])):
-            raise ModelError(
-                f"cannot load the model {self._source.name}: a {type(self._whole).__name__} does not "
-                f"take {counted(len(unread), 'weight')} of its checkpoint, such as {unread[0]}, and would "
-                f"compute something else; use a checkpoint that its config.json describes"
-            )
         if lacking := sorted(set(info["missing_keys"]) & self._needed()):
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise ModelError(
@@ -330,13 +301,6 @@ class Outline:
                 f"{lacking[0]}{more}; use a complete checkpoint"
             )
         return model
-
-    def _unread(self, blocks: int, name: str) -> bool:
-        """Whether a name in the checkpoint is that of a weight, not a constant, of one of the first blocks."""
-        name = name.removeprefix(f"{self._whole.base_model_prefix}.")
-        path = self.path.removeprefix(f"{self._whole.base_model_prefix}.")
-        block = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
-        return block is not None and int(block[1]) < blocks and not name.endswith(CONSTANTS)
 
     def _shares_after(self, blocks: int) -> bool:
         """Whether a block after the first ones has parameters that are used elsewhere too."""

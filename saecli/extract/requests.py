@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
 DECIDING = (
     "rows",
-    "min_tokens",
     "context",
     "packed",
     "prepend_bos",
@@ -90,6 +89,7 @@ def store_requests(
         "chat_template": template and hash_request({"": template}),
     }
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
+    common["min_tokens"] = 1  # as when it was an option, so that finished stores are recognised
     if text.chat:
         common |= chat
     if config.max_norm_multiple is not None:  # else hash as before this option existed

@@ -99,12 +99,10 @@ class Windows:
         context: int,
         positions: str = "all",
         packed: bool = False,
-        min_tokens: int = 1,
         control: str | None = None,
         prepend_bos: bool = True,
     ) -> None:
         self._tokenizer, self._positions, self._packed = tokenizer, positions, packed
-        self._min_tokens = min_tokens
         ends = affixes(tokenizer, prepend_bos)
         self.prefix, self.suffix, self._drops_first = ends
         self._room = ends.room(context)
@@ -171,8 +169,8 @@ class Windows:
             token_ids, roles, turns = text.tokens(self.prefix, self._positions == "assistant")
         elif text.strip():
             token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(token_ids) < self._min_tokens:
-            self.left_out["short_texts" if token_ids else "empty_texts"] += 1
+        if not token_ids:
+            self.left_out["empty_texts"] += 1
             return np.empty(0, TOKEN), []
         tokens = np.zeros(len(token_ids), TOKEN)
         tokens["token_id"] = token_ids

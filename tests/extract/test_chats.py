@@ -133,8 +133,7 @@ def written(path: Path, rows: list[Any]) -> Path:
 
 
 def extract(folder: Path, path: Path, **options: Any) -> dict[str, np.ndarray]:
-    if options.get("chat") != "off":
-        options = {"chat_template": str(TEMPLATES / "gemma.jinja")} | options
+    options = {"chat_template": str(TEMPLATES / "gemma.jinja")} | options
     options |= {"layer": 0, "context": CONTEXT, "dtype": "float32", "home": path.parent}
     store = saecli.extract(str(folder), dataset=str(path), **options)
     rows = store.split("all")
@@ -216,7 +215,6 @@ def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, 
 @pytest.mark.parametrize(
     ("row", "options", "sentence"),
     [
-        (ROWS[0], {"chat": "off", "text_column": "messages"}, "holds no text in column 'messages'"),
         (ROWS[0], {"chat_template": None}, "has no chat template; .* with --chat-template"),
         (ROWS[0], {"chat_template": "nowhere.jinja"}, "--chat-template nowhere.jinja"),
         ({"text": "a"}, {}, "--chat-template .* needs chats"),

@@ -180,17 +180,17 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
     assert "stored already, by the same request: 4 stores" in out
 
 
-def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
+def test_empty_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     texts = ["abc", "", "  ", "a", "abcdef", None, "ab"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = ("extract", "--model", model, "--dataset", path, "--min-tokens", "3", "--name", "s")
+    words = ("extract", "--model", model, "--dataset", path, "--name", "s")
     document = sae(*words, "--json").json
-    assert document["rows"] == 9
-    assert document["dropped"] == {"empty_texts": 3, "short_texts": 2, "special": 2}
+    assert document["rows"] == 12
+    assert document["dropped"] == {"empty_texts": 3, "special": 4}
     out = " ".join(sae(*words).out.split())
-    assert "dropped: short_texts │ 2 texts" in out and "dropped: special │ 2 (18%)" in out
-    assert read(sae.home, "s")[1]["document"] == [0] * 3 + [4] * 6
+    assert "dropped: empty_texts │ 3 texts" in out and "dropped: special │ 4 (25%)" in out
+    assert read(sae.home, "s")[1]["document"] == [0] * 3 + [3] + [4] * 6 + [6] * 2
 
 
 @pytest.mark.slow

@@ -107,20 +107,16 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
     context=st.integers(2, 12),
     packed=st.booleans(),
     bos=st.booleans(),
-    least=st.integers(1, 4),
 )
-def test_cutting_after_a_window_gives_those_that_followed(
-    tokenizers, texts, context, packed, bos, least
-):
+def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, context, packed, bos):
     def cutter() -> Windows:
-        return Windows(tokenizers[bos], context, packed=packed, min_tokens=least)
+        return Windows(tokenizers[bos], context, packed=packed)
 
     whole, every = cutter(), []
     for window in whole.cut(documents(texts)):
         every.append((window, dict(whole.left_out)))
     lengths = [len(tokenizers[bos](text, add_special_tokens=False)["input_ids"]) for text in texts]
-    short = sum(0 < length < least for length in lengths)
-    assert whole.left_out == +Counter(empty_texts=lengths.count(0), short_texts=short)
+    assert whole.left_out == +Counter(empty_texts=lengths.count(0))
     for index, (window, seen) in enumerate(every):
         again = cutter()
         rest = list(again.cut(documents(texts, window.after.document), window.after.token))

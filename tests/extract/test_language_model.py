@@ -112,7 +112,9 @@ def test_output_tokens_match_final_norm_and_unembedding(tmp_path: Path, architec
 
     unit = directions.double().numpy()
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    unit -= unit.mean(1, keepdims=True) if centred else 0
+    if centred:
+        unit -= unit.mean(1, keepdims=True)
+        unit /= np.sqrt(unit.shape[1]) * unit.std(1, keepdims=True)
     W_U = model.model.get_output_embeddings().weight.double().numpy()
     logits = (unit * (offset + norm.weight.double().numpy())) @ W_U.T
     logits -= logits.mean(1, keepdims=True)

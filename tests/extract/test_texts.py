@@ -49,26 +49,6 @@ def documents(dataset: str, start: int = 0, **options: str) -> list[tuple[int, s
     return [(number, text) for number, text, *_ in TextSource(dataset, **options).documents(start)]
 
 
-@pytest.mark.long
-def test_stdlib_docs_of_other_files_are_another_text(tmp_path: Path, monkeypatch):
-    whole, stripped = tmp_path / "whole", tmp_path / "stripped"
-    for folder in (whole, stripped):
-        (folder / "test").mkdir(parents=True)
-        (folder / "calendar.py").write_text(f'"""{"What a calendar holds. " * 3}"""')
-    (stripped / "test" / "test_calendar.py").write_text('"""Not read."""')
-    identities = []
-    for folder in (whole, stripped):
-        monkeypatch.setattr("sysconfig.get_path", lambda name, folder=folder: str(folder))
-        identities.append(TextSource(STDLIB_DOCS).identity())
-    assert identities[0] == identities[1]
-    (stripped / "turtle.py").write_text(f'"""{"What a turtle draws. " * 3}"""')
-    other = tmp_path / "other"
-    stripped.rename(other)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(other))
-    assert TextSource(STDLIB_DOCS).identity() != identities[0]
-    assert len(list(TextSource(STDLIB_DOCS).documents())) == 2
-
-
 def test_stdlib_docs_are_the_docstrings(tmp_path: Path, monkeypatch):
     """Of four modules, since all of them take seconds."""
     stdlib = Path(ast.__file__).parent
