@@ -95,10 +95,9 @@ def command(
                 f"{flag_of(min(idle))} does nothing with --list-modules; leave one of them out"
             )
         models = options.get("model", (ExtractConfig.model,))
-        revisions = options.get("model_revision")
         if len(models) > 1:
             raise ConfigError(f"--list-modules takes one --model, got {len(models)}; name one")
-        document = modules_document(models[0], revisions[0] if revisions else None, device)
+        document = modules_document(models[0], options.get("model_revision"), device)
         session.console.print_result(document, modules_table(document))
         return
     layers = options.pop("layer", ())

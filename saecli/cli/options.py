@@ -231,6 +231,8 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
                 f"cannot use {path}: expected {name} once, got it spelt {written} as well; leave one out"
             )
         several = name not in params or params[name].multiple
+        if name == "model_revision" and not several and isinstance(value, list) and len(value) == 1:
+            (value,) = value  # as earlier versions wrote it
         if isinstance(value, list) and (not several or not value):
             most = "one value or more" if several else "one value"
             raise ConfigError(f"cannot use {path}: {written} takes {most}, got {value}")

@@ -15,7 +15,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, StoreError, counted, size_words
+from ..base.errors import ConfigError, counted
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
@@ -31,23 +31,19 @@ from .options import (
     ExtractConfig,
     HookPoint,
     ModelDtype,
-    at_revisions,
     last_layer,
     module_site,
 )
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
 from .texts import Document, Mixture
-from .tokenizer import Chats, known_text
-from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
+from .tokenizer import Chats
+from .windows import START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
 ModelLike = str | torch.nn.Module  # a name, or a loaded model
-LEAST_AHEAD = 1 << 12  # tokens per block
-# Parameters times tokens per block, for larger models: about a minute on two cores. A kill loses the current block.
-WORK_AHEAD = 1 << 42
 
 
 @overload
@@ -129,9 +125,10 @@ def extract(
         config, source, text = resolved(
             ExtractConfig(**options), options.keys(), torch_device, processes, *given[:1]
         )
-        specs = [] if given else at_revisions(models, config.model_revision) or []
-        sources = [source, *given[1:], *map(find_model, specs[1:])]
-        demand_same_tokens(sources, config, listener.note)
+        sources = [source, *given[1:]]
+        if not given:
+            sources += [find_model(each, config.model_revision) for each in models[1:]]
+        demand_same_tokens(sources, config)
         sites = [site] if isinstance(site, str) else site
         points = points_of(sources, layer, sites, modules)
         requests = store_requests(config, sources, text, points, name, Home.at(home).stores)
@@ -155,7 +152,6 @@ def extract(
             with in_eval_mode([each.model for each in given]):
                 write_stores(Extraction(config, loaded, text, listener, processes), requests)
         stores = [ActivationStore.open(request.folder) for request in requests]
-        _demand_same_rows(stores)
         if processes.is_main:
             if stores[0].rows < config.rows:
                 listener.note(
@@ -170,17 +166,6 @@ def extract(
     return stores if several else stores[0]
 
 
-def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:
-    """Resumed with another batch size, a row within rounding of overflow may be dropped from one store alone."""
-    ends = [[shard.resume.position for shard in store.meta.shards] for store in stores]
-    for store, own_ends in zip(stores, ends, strict=True):
-        if own_ends != ends[0]:
-            raise StoreError(
-                f"{stores[0].name} and {store.name} do not hold the same rows: their shards end at different "
-                "tokens; remove both and run the same command again, with one --batch-size on one machine"
-            )
-
-
 def resolved(
     config: ExtractConfig,
     given: Set[str],
@@ -193,8 +178,7 @@ def resolved(
     from .model_source import find_model
 
     text = config.text(given)
-    revision = config.model_revision[0] if config.model_revision else None
-    source = source or find_model(config.model, revision)
+    source = source or find_model(config.model, config.model_revision)
     config = replace(
         config,
         context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
@@ -207,8 +191,7 @@ def resolved(
 
 
 class Extraction:
-    """A text run through a language model, or several, in blocks of at most about `block_rows` rows; `rows` of them
-    are of this rank."""
+    """A text run through a language model, or several; `rows` of its rows are of this rank."""
 
     def __init__(
         self,
@@ -228,7 +211,6 @@ class Extraction:
             config.window,
             config.positions,
             config.packed,
-            config.min_tokens,
             config.control_tokens if text.chat else None,
             config.begins,
         )
@@ -236,11 +218,8 @@ class Extraction:
         if text.chat:
             self._read_chats()
         for model in models:
-            for note in model.notes:
-                listener.note(note)
-        size = sum(model.size for model in models)
-        tokens = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)
-        self.block_rows = 1 << (tokens.bit_length() - 1)
+            if model.source.note:
+                listener.note(model.source.note)
         rows, more = divmod(config.rows, processes.world_size)
         self.rows = rows + (processes.rank < more)
 
@@ -266,9 +245,8 @@ class Extraction:
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
         """The `store.json` of each store; its width is measured by running the model."""
-        tokenizer, windows, config = self.model.tokenizer, self.windows(), self.config
-        known = tokenizer(known_text(tokenizer), add_special_tokens=False)["input_ids"]
-        token_ids = torch.tensor([[*windows.prefix, *known, *windows.suffix]])
+        windows, config = self.windows(), self.config
+        token_ids = torch.zeros(1, 2, dtype=torch.int64)
         mask = torch.ones_like(token_ids)
         points = [request.point for request in requests]
         widths = self.all.read(token_ids, mask, points, lambda rows: rows.shape[-1])
@@ -304,20 +282,12 @@ class Extraction:
     def blocks(self, cursor: Cursor = START) -> Generator[Block, None, None]:
         """The blocks of this rank's documents."""
         rank, world_size = self.processes.rank, self.processes.world_size
-        ended: list[str] = []  # the reader is ahead: told when the block is stored
 
         def documents_from(begin: Cursor) -> Iterator[Document]:
-            documents = self.text.documents(
-                begin.document, begin.mark, self.listener.note, ended.append
-            )
-            for document in documents:
-                if document.number % world_size == rank:
-                    self.all.check_text(str(document.text), document.number)
-                    yield document
+            documents = self.text.documents(begin.document, begin.mark, self.listener.note)
+            return (document for document in documents if document.number % world_size == rank)
 
-        for block in in_blocks(documents_from, self.windows(), self.rows, cursor, self.block_rows):
-            block.notes, ended[:] = tuple(ended), []
-            yield block
+        return in_blocks(documents_from, self.windows(), self.rows, cursor)
 
 
 def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> None:
@@ -342,7 +312,7 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> No
             )
             for request in requests
         }
-        with _progress(extraction, writers, rows_begun) as show:
+        with _progress(extraction, rows_begun) as show:
             fill(writers, extraction.blocks, extraction.forward(), extraction.rows, show)
         processes.barrier()
         for request in requests:
@@ -364,7 +334,7 @@ def _rows_begun(requests: Sequence[StoreRequest]) -> dict[Path, int]:
 
 @contextmanager
 def _progress(
-    extraction: Extraction, writers: Mapping[HookPoint, StoreWriter], rows_begun: Mapping[Path, int]
+    extraction: Extraction, rows_begun: Mapping[Path, int]
 ) -> Iterator[Callable[[int, int], None]]:
     """Shows the progress of all ranks, assumed to be as far as this one; called after each batch."""
     rows, ranks = extraction.config.rows, extraction.processes.world_size
@@ -381,8 +351,6 @@ def _progress(
             done_tokens += tokens * ranks
             done_rows += rows * ranks
             rate = done_tokens / max(time.monotonic() - started, 1e-9)
-            written = ranks * sum(writer.rows for writer in writers.values())
-            size = ranks * sum(writer.rows * writer.meta.row_bytes for writer in writers.values())
-            show(done_rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size_words(size)}")
+            show(done_rows, f"{rate:,.0f} tokens/s")
 
         yield step

@@ -4,13 +4,11 @@ Every block is read at all hook points, also where a store has its rows already:
 get the same blocks again, each from its own cursor on.
 """
 
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from itertools import chain
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from contextlib import closing
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -58,17 +56,6 @@ class Forward:
         self._model, self._dtype = model, getattr(torch, dtype)
         self.tokens, self.note = tokens, note
 
-    def each(
-        self, blocks: Sequence[Block], points: Sequence[HookPoint], show: Callable[[int, int], None]
-    ) -> list[Activations]:
-        """The activations of each of several blocks, run together; none where no block has windows."""
-        whole = self(chain(*blocks), points, show) if any(map(len, blocks)) else {}
-        ends = np.cumsum([block.rows for block in blocks])
-        return [
-            {point: rows[end - block.rows : end] for point, rows in whole.items()}
-            for block, end in zip(blocks, ends, strict=True)
-        ]
-
     def __call__(
         self,
         windows: Iterable[tuple[np.ndarray, np.ndarray]],
@@ -76,8 +63,10 @@ class Forward:
         show: Callable[[int, int], None],
     ) -> Activations:
         """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
-        `show` is called after each batch with its numbers of tokens and rows."""
+        `show` is called after each batch with its numbers of tokens and rows. None without windows."""
         stored = [StoredWindow(*window) for window in windows]
+        if not stored:
+            return {}
         lengths = np.array([window.length for window in stored])
         ends = np.cumsum([window.replaced.sum() for window in stored])
         rows_of = np.split(np.arange(ends[-1]), ends[:-1])
@@ -146,84 +135,31 @@ def _on_host(rows: Tensor) -> np.ndarray:
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
-class Ahead(Generic[Item]):
-    """Runs a generator in a thread, up to `count` items ahead of its consumer, which gets its errors.
+def ahead(items: Generator[Item, None, None], count: int = 1) -> Generator[Item, None, None]:
+    """The items of a generator, made in a thread up to `count` items ahead of the consumer, which gets its errors.
 
-    Leaving the context stops the thread at the next item, and waits for that at most `patience` seconds.
+    Closing it waits for the item that is being made.
     """
-
-    def __init__(
-        self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0
-    ) -> None:
-        self._items, self._patience = items, patience
-        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sae-ahead", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join(self._patience)
-
-    def __iter__(self) -> Iterator[Item]:
-        while True:
-            item, error = self._queue.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sae-ahead")
+    under_way = deque(pool.submit(next, items, None) for _ in range(count))
+    try:
+        while (item := under_way.popleft().result()) is not None:
+            under_way.append(pool.submit(next, items, None))
             yield item
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                self._put(item, None)
-                if self._stopped.is_set():
-                    break
-            self._put(None, None)
-        except BaseException as error:  # raised again in the consumer's thread
-            self._put(None, error)
-        finally:
-            self._items.close()
-
-    def _put(self, item: Item | None, error: BaseException | None) -> None:
-        while not self._stopped.is_set():
-            with suppress(queue.Full):
-                self._queue.put((item, error), timeout=0.1)
-                return
+    finally:
+        pool.shutdown(cancel_futures=True)
+        items.close()
 
 
-def demand_some(stored: int, dtype: str, offered: int, points: int, ended: bool = False) -> None:
+def demand_some(stored: int, dtype: str, offered: int, ended: bool = False) -> None:
     """Raise a StoreError if none of at least `NONFINITE_ROWS` rows, or of a text that has `ended`, could be stored in
     that dtype."""
     if stored or offered < (1 if ended else NONFINITE_ROWS):
         return
-    others = [f"--dtype {name}" for name in ("bfloat16", "float32") if name != dtype]
-    advice = f"use {' or '.join(others)}"
-    if dtype == "float32":
-        advice = "the model itself gives them, so check its weights"
-    everywhere = ""
-    if points > 1:
-        everywhere = f" at all {points} hook points"
-        advice = "extract each hook point alone to see which of them drops its rows"
     raise StoreError(
-        f"no row can be stored: none of {offered:,} is finite in {dtype}{everywhere}; {advice}"
+        f"no row can be stored: none of {offered:,} is finite in {dtype} at every hook point; "
+        "try --dtype float32, else check the model's weights"
     )
-
-
-def in_groups(blocks: Iterable[Block], tokens: int, rows: int) -> Iterator[list[Block]]:
-    """Blocks to run together, enough for a batch of `tokens`, up to the last of `rows` rows."""
-    group: list[Block] = []
-    for block in blocks:
-        group.append(block)
-        if sum(int(each.lengths.sum()) for each in group) >= tokens or block.offered >= rows:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def fill(
@@ -249,36 +185,33 @@ def fill(
     def needs(point: HookPoint, block: Block) -> bool:
         return not writers[point].full and block.cursor.order >= cursors[point].order
 
-    def store(group: Sequence[Block], parts: Sequence[Activations]) -> None:
-        for block, activations in zip(group, parts, strict=True):
-            for point, writer in writers.items():
-                if needs(point, block):
-                    columns = {name: block.columns[name] for name in writer.meta.columns}
-                    nothing = np.empty((0, writer.meta.d_in), np.float32)
-                    windows = block.windows if writer.meta.windows else None
-                    at, counts = block.cursor.to_json(), block.before
-                    writer.append(activations.get(point, nothing), columns, at, counts, windows)
-                    demand_some(writer.rows, writer.meta.dtype, block.offered, len(points))
-            for words in block.notes:
-                forward.note(words)
+    def store(block: Block, activations: Activations) -> None:
+        for point, writer in writers.items():
+            if needs(point, block):
+                columns = {name: block.columns[name] for name in writer.meta.columns}
+                nothing = np.empty((0, writer.meta.d_in), np.float32)
+                windows = block.windows if writer.meta.windows else None
+                at, counts = block.cursor.to_json(), block.before
+                writer.append(activations.get(point, nothing), columns, at, counts, windows)
+                demand_some(writer.rows, writer.meta.dtype, block.offered)
 
     with (
-        Ahead(blocks_from(first)) as blocks,
+        closing(ahead(blocks_from(first))) as blocks,
         ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool,
     ):
         under_way: Future[None] = pool.submit(lambda: None)
-        for group in in_groups(blocks, forward.tokens, rows):
-            offered = group[-1].offered
-            parts: list[Activations] = [{} for _ in group]
-            if any(needs(point, group[-1]) for point in writers):
-                parts = forward.each(group, points, show)
+        for block in blocks:
+            offered = block.offered
+            activations: Activations = {}
+            if any(needs(point, block) for point in writers):
+                activations = forward(block, points, show)
             under_way.result()
-            under_way = pool.submit(store, group, parts)
+            under_way = pool.submit(store, block, activations)
             if offered >= rows:  # enough, unless some could not be stored
                 under_way.result()
                 if all(writer.full for writer in writers.values()):
                     break
         under_way.result()
     for writer in writers.values():
-        demand_some(writer.rows, writer.meta.dtype, offered, len(points), ended=True)
+        demand_some(writer.rows, writer.meta.dtype, offered, ended=True)
         writer.finish()

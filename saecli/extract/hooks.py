@@ -68,8 +68,7 @@ class Modules:
         self.all_blocks = all_blocks or self.blocks
 
     def at(self, point: HookPoint) -> tuple[str, str]:
-        """The path of a hook point's module, and its side; ConfigError, which names the layers that have it, if its
-        block has none."""
+        """The path of a hook point's module, and its side; ConfigError if its block has none."""
         if point.layer is None:
             name, _, side = point.site.partition(":")
             paths = self._named(name)
@@ -79,17 +78,11 @@ class Modules:
         block = self.blocks[point.layer]
         part = _part_at(block, point.site)
         if part is None:
-            having = [
-                str(layer)
-                for layer, other in enumerate(self.all_blocks)
-                if _part_at(other, point.site)
-            ]
             named = "a module of that name" if ":" in point.site else "an MLP alone"
             raise ConfigError(
                 f"--site {point.site} is unknown in a {type(block).__name__}: expected "
                 f"{EXPECTED.get(point.site, named)}, got "
-                f"{', '.join(dict(block.named_children()))}; "
-                "use " + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre")
+                f"{', '.join(dict(block.named_children()))}; use resid_post or resid_pre"
             )
         inner, side = part
         return ".".join(filter(None, (self.path, str(point.layer), inner))), side

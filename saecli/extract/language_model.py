@@ -4,7 +4,6 @@ They are read by module hooks rather than from `hidden_states`, whose last entry
 are loaded; the configuration stays the whole model's, so that they compute the same.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -25,23 +24,19 @@ from transformers import (
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ModelError, SaeError, counted, one_line
+from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
 from .hooks import Modules, blocks_of
 from .model_objects import LoadedSource
-from .model_source import UNLOADABLE, ModelSource, explained, from_pretrained, no_tokenizer
+from .model_source import ModelSource, explained, from_pretrained
 from .options import HookPoint
 from .reads import loaded_norm_factors, norm_factors, weights_read
 
 Taken = TypeVar("Taken")
-PROBED = 16  # tokens
-ROUNDING = 1e-6  # relative difference of two passes over tokens of the same shape
-# Ends of names of constants that old checkpoints hold.
-CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
 
 
 class LanguageModel:
-    """A loaded language model of `size` parameters, including blocks that are not loaded, and its tokenizer.
+    """A loaded language model and its tokenizer.
 
     Args:
         head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused, unless it is "any"
@@ -74,15 +69,16 @@ class LanguageModel:
         }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        is_masked = head == "any" and _predicts_masked(source)
-        loader: Any = AutoModel
-        if head:
-            loader = AutoModelForMaskedLM if is_masked else _with_head(source)
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
         try:
             self.tokenizer = load_tokenizer(source)
+            loader: Any = AutoModel
+            if head == "any" and _predicts_masked(source):
+                self.mask_token = self.tokenizer.mask_token_id
+            if head:
+                loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
             outline = Outline(source, loader, settings)
             if weights_seed is None:
                 model = outline.load(source.layers if last is None else last + 1)
@@ -91,27 +87,21 @@ class LanguageModel:
                     torch.manual_seed(weights_seed)
                     model = loader.from_config(source.config, **settings)
             self.model: Any = model.to(device).eval()
-        except ModelError:
+        except SaeError:
             raise
-        except UNLOADABLE as error:
+        except Exception as error:
             raise explained(source.name, error) from error
         finally:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
         self._demand_tokens()
-        self.size = outline.size
         self.modules = Modules(self.model, outline.path, outline.modules.all_blocks)
-        if is_masked:
-            self.mask_token = self.tokenizer.mask_token_id
-        if head and self.mask_token is None:
-            self._demand_causal()
 
     def _take(self, source: LoadedSource) -> None:
         self.model, self.tokenizer = source.model, source.tokenizer
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
         self.modules = modules_of(source)
-        self.size = sum(parameter.numel() for parameter in self.model.parameters())
 
     def _demand_tokens(self) -> None:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
@@ -119,32 +109,6 @@ class LanguageModel:
                 f"{self.source.name} reads no tokens: expected a causal language model, got a "
                 f"{type(self.model).__name__}; use another model"
             )
-
-    @torch.no_grad()
-    def _demand_causal(self) -> None:
-        """Refuse a model whose tokens see later ones: its next token is no prediction."""
-        token_ids = torch.arange(PROBED)[None] % self.vocabulary
-        mask = torch.ones_like(token_ids)
-        logits = self.logits(token_ids, mask)
-        token_ids[:, -1] = 0
-        change = (self.logits(token_ids, mask) - logits)[:, :-1].abs().max()
-        if change > ROUNDING * logits.abs().max():
-            raise ModelError(
-                f"{self.source.name} predicts no next token: expected a causal language model, got "
-                "one whose tokens see later ones; use another model, or leave --model out if it is optional"
-            )
-
-    @property
-    def notes(self) -> list[str]:
-        notes = list(self.source.notes)
-        own = self.tokenizer.bos_token_id
-        declared = getattr(self.source.config.get_text_config(), "bos_token_id", None)
-        if own is not None and declared is not None and own != declared:
-            notes.append(
-                f"{self.source.name}: BOS is token {own} of its tokenizer and {declared} in config.json; "
-                f"a tokenizer of another model gives rows of other texts"
-            )
-        return notes
 
     @property
     def vocabulary(self) -> int:
@@ -251,41 +215,20 @@ def _with_head(source: ModelSource) -> Any:
         (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
     ):
-        if type(source.config) in mapping:
+        if type(source.config) in mapping and not _predicts_masked(source):
             return loader
     raise ModelError(
         f"{source.name} predicts no next token: expected a causal language model, got one of type "
-        f"{source.config.model_type}; use another model"
+        f"{source.config.model_type}; use another model, or leave --model out if it is optional"
     )
 
 
 class SideBySide:
     """Models that read the same tokens; a hook point's `model` is its model's number among them. The text is cut by the
-    first one's tokenizer; it may hold no token that is not all models'."""
+    first one's tokenizer."""
 
     def __init__(self, models: Sequence[LanguageModel]) -> None:
-        self.models, first = models, models[0]
-        self.source, self.tokenizer, self.device = first.source, first.tokenizer, first.device
-        ours, *others = (model.tokenizer.get_vocab() for model in models)
-        self._alone = torch.tensor(
-            sorted(ours[token] for other in others for token in ours.keys() - other.keys()),
-            dtype=torch.int64,
-        )
-        self._theirs = {
-            token: model.source.name
-            for model in models[1:]
-            for token in model.tokenizer.get_added_vocab()
-            if token not in ours
-        }
-
-    def check_text(self, text: str, number: int) -> None:
-        """Raise a ModelError if a model would read a token there that the first one does not know."""
-        for token, name in self._theirs.items():
-            if token in text:
-                raise ModelError(
-                    f"document {number:,} has the token {token}, which {name} reads and "
-                    f"{self.source.name} does not; remove it from the text, or extract one by one"
-                )
+        self.models, self.device = models, models[0].device
 
     def read(
         self,
@@ -294,13 +237,7 @@ class SideBySide:
         points: Sequence[HookPoint],
         take: Callable[[Tensor], Taken],
     ) -> list[Taken]:
-        """As `LanguageModel.read`; ModelError for tokens that not all models know."""
-        if len(wrong := token_ids[torch.isin(token_ids, self._alone) & (mask == 1)]):
-            token = self.tokenizer.convert_ids_to_tokens(int(wrong[0]))
-            raise ModelError(
-                f"the text has the token {token}, which {self.source.name} alone reads; remove it from "
-                f"the text, or extract one by one"
-            )
+        """As `LanguageModel.read`."""
         taken: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
             if own := [point for point in points if point.model == number]:
@@ -321,18 +258,20 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise explained(source.name, error, "tokenizer of") from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise no_tokenizer(source.name)
+        raise ModelError(
+            f"cannot load the tokenizer of {source.name}: it has no readable tokenizer.json or the like next "
+            f"to the weights; save the tokenizer there too"
+        )
     return tokenizer
 
 
 class Outline:
-    """A model without weights, of `size` parameters, and its modules; its blocks are those at `path`."""
+    """A model without weights, and its modules; its blocks are those at `path`."""
 
     def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
         with torch.device("meta"):
             self._whole = loader.from_config(source.config, **settings)
         self._source, self._settings = source, settings
-        self.size = sum(parameter.numel() for parameter in self._whole.parameters())
         self.path = blocks_of(self._whole, source.layers, source.name)
         self.modules = Modules(self._whole, self.path)
 
@@ -355,12 +294,6 @@ class Outline:
                 f"cannot load the model {self._source.name}: expected weights of shape {tuple(shapes[1])} "
                 f"for {name}, got {tuple(shapes[0])}; use a checkpoint that its config.json describes"
             )
-        if unread := sorted(filter(partial(self._unread, blocks), info["unexpected_keys"])):
-            raise ModelError(
-                f"cannot load the model {self._source.name}: a {type(self._whole).__name__} does not "
-                f"take {counted(len(unread), 'weight')} of its checkpoint, such as {unread[0]}, and would "
-                f"compute something else; use a checkpoint that its config.json describes"
-            )
         if lacking := sorted(set(info["missing_keys"]) & self._needed()):
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise ModelError(
@@ -368,13 +301,6 @@ class Outline:
                 f"{lacking[0]}{more}; use a complete checkpoint"
             )
         return model
-
-    def _unread(self, blocks: int, name: str) -> bool:
-        """Whether a name in the checkpoint is that of a weight, not a constant, of one of the first blocks."""
-        name = name.removeprefix(f"{self._whole.base_model_prefix}.")
-        path = self.path.removeprefix(f"{self._whole.base_model_prefix}.")
-        block = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
-        return block is not None and int(block[1]) < blocks and not name.endswith(CONSTANTS)
 
     def _shares_after(self, blocks: int) -> bool:
         """Whether a block after the first ones has parameters that are used elsewhere too."""

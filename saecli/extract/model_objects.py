@@ -1,6 +1,5 @@
 """A language model and a tokenizer that the user has loaded, in place of a model's name."""
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,6 @@ from ..base.errors import ConfigError
 from ..sae.dictionary import name_of
 from ..store.schema import hash_request
 from .model_source import ModelSource
-
-# What a configuration and a tokenizer say that changes no row.
-UNREAD = ("_name_or_path", "transformers_version", "architectures", "use_cache")
-PER_CALL = ("padding", "truncation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +87,14 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
             "AutoTokenizer.from_pretrained returns"
         )
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-    content = hash_request({"weights": _weights_hash(model), **_settings(model, tokenizer)})
+    content = hash_request(
+        {
+            "weights": _weights_hash(model),
+            "config": model.config.to_json_string(),
+            "tokens": tokenizer.get_vocab(),
+            "template": tokenizer.chat_template,
+        }
+    )
     return LoadedSource(name, "", None, model.config, content, model=model, tokenizer=tokenizer)
 
 
@@ -103,24 +105,6 @@ def _weights_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _settings(model: Any, tokenizer: Any) -> dict[str, Any]:
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    return {
-        "config": {key: value for key, value in config.items() if key not in UNREAD},
-        "tokens": _rules(tokenizer),
-        "special": {key: str(token) for key, token in tokenizer.special_tokens_map.items()},
-        "template": tokenizer.chat_template,
-    }
-
-
-def _rules(tokenizer: Any) -> dict[str, Any]:
-    """How a tokenizer cuts texts, or of one in Python its vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return tokenizer.get_vocab()
-    return {key: rule for key, rule in json.loads(backend.to_str()).items() if key not in PER_CALL}
 
 
 @contextmanager

@@ -4,13 +4,8 @@ transformers' own reader makes a GGUF file's packed weights dense.
 """
 
 import fnmatch
-import io
-import re
-import struct
 from collections.abc import Collection, Iterable
-from contextlib import redirect_stderr
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -20,12 +15,10 @@ import torch
 import transformers
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from ..base.devices import multiplies_bf16
-from ..base.errors import ConfigError, ModelError, causes, one_line
+from ..base.errors import ConfigError, ModelError, SaeError, causes, one_line
 from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
 from ..sae.hub import Address
@@ -38,25 +31,6 @@ GGUF = ".gguf"
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # More than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB.
 HEAD_BYTES = 1 << 26
-GGUF_FOLDER = "sae-gguf-"  # of a temporary folder's name
-GGUF_PACKAGES = ("gguf", "accelerate")  # which the reader imports
-# What the library raises for damaged or foreign files, the last four its reader of GGUF files.
-UNLOADABLE: tuple[type[Exception], ...] = (
-    AttributeError,
-    ImportError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    UnpicklingError,
-    hub_errors.HTTPError,
-    hub_errors.StrictDataclassError,
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    struct.error,
-)
 CONFIG = "config.json"
 # Files next to the weights on which rows depend, as patterns.
 SMALL_FILES = (
@@ -95,7 +69,7 @@ class ModelSource:
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
     content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
-    notes: tuple[str, ...] = ()  # what a user may not expect of its files
+    note: str | None = None  # what a user may not expect of its file
     weights: tuple[str, ...] = ()  # files of a hub model; without a network those in the cache
 
     @property
@@ -127,8 +101,7 @@ class ModelSource:
     def origin(self) -> dict[str, Any]:
         """What a store says of its model besides what its request has."""
         commit = {} if self.revision is None else {"revision": self.revision}
-        dense = {"dequantised": True} if named_file(self.location) else {}
-        return {"layers": self.layers, **commit, **dense}
+        return {"layers": self.layers, **commit}
 
     @property
     def layers(self) -> int:
@@ -176,12 +149,6 @@ class ModelSource:
 def find_model(name: str, revision: str | None = None) -> ModelSource:
     """The model of a bundled model's name, a folder, a GGUF file, or a hub id, with a branch, tag or commit there,
     which may follow the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
-    if not name.strip():  # the path of an empty name is the working directory
-        raise ConfigError(
-            f"--model is empty; give a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}"
-        )
-    if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
-        name = name.rstrip("/")
     file = named_file(name)
     if file is None and not Path(name).is_dir():
         name, _, own = name.partition("@")
@@ -193,32 +160,20 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
             f"--model-revision does nothing with {name}, which is not on the hub; leave it out"
         )
     if file is not None:
-        demand_packages(name)
         config = _config(name, str(file))
-        return ModelSource(name, str(file), None, config, file_sha256(file), notes_on(file))
+        return ModelSource(name, str(file), None, config, file_sha256(file), note_on(file))
     location = BUNDLED.get(name, Path(name))
     files = [path.name for path in location.iterdir() if path.is_file()]
     demand_model(name, files)
     config = _config(name, str(location))
     if name in BUNDLED:
         return ModelSource(name, str(location), None, config)
-    read, *others = [patterns[0] for patterns in WEIGHTS if patterns[0] in files] or [""]
-    notes = (
-        [f"{name}: weights are read from {read}, not from {' or '.join(others)}"] if others else []
-    )
     content = _content_of_folder(location, files)
-    return ModelSource(name, str(location), None, config, content, tuple(notes))
+    return ModelSource(name, str(location), None, config, content)
 
 
 def _on_hub(name: str, revision: str | None) -> ModelSource:
     """A hub model; without a network from the client's cache, with the same commit and content."""
-    try:
-        validate_repo_id(name)
-    except hub_errors.HFValidationError as error:
-        raise ModelError(
-            f"no model {name!r}: give a folder, a hub id such as google/gemma-2-2b, or "
-            f"{TINY_GEMMA2}"
-        ) from error
     offline = why_unreachable()
     api = HfApi()
     try:
@@ -254,13 +209,16 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
         raise ModelError(
             f"{name} has no branch, tag or commit {revision} on the hub; correct --model-revision"
         ) from error
-    except UNLOADABLE as error:
+    except SaeError:
+        raise
+    # The libraries raise anything for damaged or foreign files.
+    except Exception as error:
         raise explained(name, error) from error
     location = str(config_path.parent)
     deciding = deciding_files(ids)
     content = hash_request({file: ids[file] for file in deciding})
     weights = tuple(file for file in deciding if not _matching([file], SMALL_FILES))
-    return ModelSource(name, location, commit, _config(name, location), content, (), weights)
+    return ModelSource(name, location, commit, _config(name, location), content, weights=weights)
 
 
 def _blob_of(path: Path) -> str:
@@ -271,7 +229,7 @@ def _blob_of(path: Path) -> str:
 def _config(name: str, location: str) -> Any:
     try:
         config = from_pretrained(AutoConfig, location)
-    except UNLOADABLE as error:
+    except Exception as error:
         raise explained(name, error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
         raise ModelError(
@@ -301,12 +259,6 @@ def demand_model(name: str, files: Collection[str]) -> None:
             f"{name} holds an adapter ({ADAPTER}): expected a whole model; save the two merged (peft's "
             f"`merge_and_unload`) in a folder of their own, or name the base model"
         )
-    packed = [file for file in files if file.lower().endswith(GGUF)]
-    if packed and CONFIG not in files:
-        raise ModelError(
-            f"{name} holds GGUF files and no {CONFIG}; give the path of one of them on this machine, of "
-            f"{min(packed)} or another"
-        )
 
 
 def _content_of_folder(folder: Path, files: Collection[str]) -> str:
@@ -334,34 +286,12 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
             f"cannot load the model {name}: its weights are a pickle that is damaged or holds code; use "
             f"a model with model.safetensors"
         )
-    if "backend tokenizer" in str(error):
-        return no_tokenizer(name)
     for cause in causes(error):
         if reason := why_refused(name, cause):
             return ModelError(f"{reason}, {OFFLINE_ADVICE}")
-    # A line that ends in a colon says nothing alone.
-    said = re.sub(r":\s*\n\s*", ": ", str(error).strip())
-    reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
-    if named_file(name) and isinstance(error, ImportError):
-        return ModelError(f"cannot read {name}: {reason}; run `pip install 'saecli[gguf]'`")
-    if named_file(name):
-        # Without the temporary folder.
-        reason = re.sub(rf"[^\s'\"]*{GGUF_FOLDER}[^/]*/", "", reason)
-        return ModelError(
-            f"cannot load {name}: expected a whole GGUF file of a causal language model that transformers "
-            f"reads, got one that fails with {type(error).__name__} ({reason}); download it again, or use "
-            f"another"
-        )
     return ModelError(
-        f"cannot load the {part} {name}: {reason}; give the files of a Hugging Face causal language "
-        f"model"
-    )
-
-
-def no_tokenizer(name: str) -> ModelError:
-    return ModelError(
-        f"cannot load the tokenizer of {name}: it has no readable tokenizer.json or the like next to the "
-        f"weights; save the tokenizer there too"
+        f"cannot load the {part} {name}: {type(error).__name__}: {one_line(error)}; give the hub id, "
+        f"folder or GGUF file of a causal language model"
     )
 
 
@@ -375,28 +305,16 @@ def named_file(name: str) -> Path | None:
     return path
 
 
-def demand_packages(name: str) -> None:
-    lacking = [package for package in GGUF_PACKAGES if find_spec(package) is None]
-    if not hasattr(transformers, "GgufConfig"):  # earlier versions read no weights of blocks
-        lacking.append("transformers>=5.24")
-    if lacking:
-        raise ModelError(
-            f"cannot read {name}: GGUF files need the package {' and '.join(lacking)}, which is not "
-            f"installed; run `pip install 'saecli[gguf]'`"
-        )
-
-
-def notes_on(path: Path) -> tuple[str, ...]:
-    """What the reader does to a model."""
+def note_on(path: Path) -> str | None:
+    """What the reader leaves out of a model."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    notes = [f"{path.name}: its packed weights are made dense, as transformers reads them"]
     if scaled := [name for name in ROPE_FACTORS if name.encode() in head]:
-        notes.append(
+        return (
             f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
             f"embedding, so rows differ from the model's; its folder from the hub has them"
         )
-    return tuple(notes)
+    return None
 
 
 def from_pretrained(kind: Any, location: str, **settings: Any) -> Any:
@@ -409,7 +327,6 @@ def from_pretrained(kind: Any, location: str, **settings: Any) -> Any:
         return kind.from_pretrained(location, **settings)
     if issubclass(kind, transformers.PreTrainedModel):
         settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # The reader draws progress bars that no setting of transformers hides.
-    with TemporaryDirectory(prefix=GGUF_FOLDER) as folder, redirect_stderr(io.StringIO()):
+    with TemporaryDirectory() as folder:
         Path(folder, path.name).symlink_to(path.resolve())
         return kind.from_pretrained(folder, gguf_file=path.name, **settings)

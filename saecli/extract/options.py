@@ -25,7 +25,7 @@ DEFAULT_DATASET = "Salesforce/wikitext"
 # In `TextSource`'s order.
 OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
 DEFAULT_CONTEXT = 128
-CHAT = ("chat", "chat_template", "control_tokens")  # options
+CHAT = ("chat_template", "control_tokens")  # options
 COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
@@ -136,10 +136,10 @@ class ExtractConfig(Config):
         Shown(f"Hub id, folder or GGUF file of a language model; {TINY_GEMMA2} is bundled."),
     ] = "google/gemma-2-2b"
     model_revision: Annotated[
-        tuple[str, ...] | None,
+        str | None,
         Shown(
             "Branch, tag or commit of a hub model, such as step1000 of Pythia; the store records the commit. "
-            "Several: one per --model. Default: main."
+            "Several checkpoints: --model ID@step1 --model ID@step2. Default: main."
         ),
     ] = None
     dataset: Annotated[
@@ -176,12 +176,9 @@ class ExtractConfig(Config):
         tuple[str, ...],
         Shown("Column of texts or messages. Default: text, else messages or conversations."),
     ] = ("text",)
-    chat: Annotated[
-        Literal["auto", "off"],
-        Shown("auto: messages go through the tokenizer's chat template; off: they are refused."),
-    ] = "auto"
     chat_template: Annotated[
-        str | None, Shown("Jinja file of a chat template. Default: the tokenizer's own.")
+        str | None,
+        Shown("Jinja file of a chat template for messages. Default: the tokenizer's own."),
     ] = None
     control_tokens: Annotated[
         Literal["keep", "drop"],
@@ -190,7 +187,6 @@ class ExtractConfig(Config):
     rows: Annotated[int, Ge(1), Le(MOST), Shown("Rows to store; fewer if the text ends first.")] = (
         100_000
     )
-    min_tokens: Annotated[int, Ge(1), Le(MOST), Shown("Skip and count texts of fewer tokens.")] = 1
     context: Annotated[
         int | None,
         Ge(1),
@@ -234,8 +230,8 @@ class ExtractConfig(Config):
     batch_size: Annotated[
         Annotated[int, Ge(1), Le(MOST)] | Literal["auto"],
         Shown(
-            "Windows per forward pass; halved on out-of-memory. Changes rows only by "
-            "rounding. auto: of 16,384 tokens on a GPU, 2,048 on a CPU."
+            "Windows per forward pass, of at most 16,384 tokens; halved on out-of-memory. Changes rows only by "
+            "rounding. auto: 16,384 tokens on a GPU, 2,048 on a CPU."
         ),
     ] = "auto"
     shard_rows: Annotated[
@@ -267,8 +263,7 @@ class ExtractConfig(Config):
                     f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
                 )
         of_each = [self._of_each(name, datasets) for name in OF_SOURCE]
-        chats = map(self._may_be_chat, datasets)
-        sources = tuple(map(TextSource, datasets, *of_each, chats))
+        sources = tuple(map(TextSource, datasets, *of_each, map(_may_be_chat, datasets)))
         names = tuple(source.name for source in sources)
         if len({*names}) < len(names):
             raise ConfigError(
@@ -282,9 +277,6 @@ class ExtractConfig(Config):
         weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
         shares = tuple(weight / sum(weights) for weight in weights)
         return Mixture(sources, names if len(names) > 1 else (), shares)
-
-    def _may_be_chat(self, dataset: str) -> bool:
-        return self.chat == "auto" and _takes("chat", dataset) and dataset not in DEFAULT_CONFIGS
 
     def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
         """The value of `mix`, or of one of `OF_SOURCE`, for each dataset, or the default."""
@@ -322,6 +314,10 @@ class ExtractConfig(Config):
             raise ConfigError(
                 f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file"
             ) from error
+
+
+def _may_be_chat(dataset: str) -> bool:
+    return _takes("chat_template", dataset) and dataset not in DEFAULT_CONFIGS
 
 
 def _takes(option: str, dataset: str) -> bool:

@@ -1,13 +1,13 @@
 """Which stores an extraction is to fill, and the hash by which a finished one is recognised."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError, counted, unknown_choice
+from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Shelf, checked_name
 from ..store.opening import DERIVED
 from ..store.schema import hash_request
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
 DECIDING = (
     "rows",
-    "min_tokens",
     "context",
     "packed",
     "prepend_bos",
@@ -32,11 +31,9 @@ DECIDING = (
 )
 
 
-def demand_same_tokens(
-    sources: Sequence["ModelSource"], config: ExtractConfig, note: Callable[[str], None]
-) -> None:
-    """Refuse several models unless the tokens that they share have the same ids, and say which are of one alone; loads
-    their tokenizers, and no weights."""
+def demand_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) -> None:
+    """Refuse several models unless the tokens that they share have the same ids; loads their tokenizers, and no
+    weights."""
     from .language_model import load_tokenizer
 
     for number, source in enumerate(sources[1:], 1):
@@ -57,11 +54,6 @@ def demand_same_tokens(
             raise ConfigError(
                 f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
                 f"tokenizer, got {got}; name models that share one by --model"
-            )
-        if alone := sorted(ours.keys() ^ theirs.keys()):
-            note(
-                f"{sources[0].name} and {source.name} share {counted(len(shared), 'token')}; "
-                f"{counted(len(alone), 'token')} of one alone, such as {alone[0]}, must not be in the text"
             )
 
 
@@ -97,6 +89,7 @@ def store_requests(
         "chat_template": template and hash_request({"": template}),
     }
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
+    common["min_tokens"] = 1  # as when it was an option, so that finished stores are recognised
     if text.chat:
         common |= chat
     if config.max_norm_multiple is not None:  # else hash as before this option existed

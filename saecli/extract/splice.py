@@ -215,17 +215,9 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
         raise _unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
     if point.layer is not None and point.layer >= source.layers:
         raise _unfit(rows, source, f"a layer {point.layer}, got layers 0 to {source.layers - 1}")
-    if source.positions is not None:
-        longest, most = _largest(rows, "position") + 1, source.positions
-        if longest > most:
-            raise _unfit(rows, source, f"windows of {longest:,} tokens, got at most {most:,}")
-
-
-def check_vocabulary(rows: Rows, model: "LanguageModel") -> None:
-    """Refuse rows with a token that a model lacks."""
-    vocabulary, last = model.vocabulary, _largest(rows, "token_id")
-    if last >= vocabulary:
-        raise _unfit(rows, model.source, f"a token {last}, got token ids below {vocabulary}")
+    longest, most = origin["context"], source.positions
+    if most is not None and longest > most:
+        raise _unfit(rows, source, f"windows of {longest:,} tokens, got at most {most:,}")
 
 
 def _unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
@@ -233,10 +225,6 @@ def _unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
         f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
         "rows came from"
     )
-
-
-def _largest(rows: Rows, column: str) -> int:
-    return max(int(part.max()) for part in rows.column(column, READ))
 
 
 class StoredWindow(NamedTuple):

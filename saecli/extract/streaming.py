@@ -1,6 +1,7 @@
 """Rows of one hook point of a model, as it gives them, in place of stores."""
 
 from collections.abc import Callable, Generator, Set
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from ..base.processes import ALONE
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction, resolved
-from .forward import Ahead, demand_some, in_groups
-from .options import TINY_GEMMA2, ExtractConfig, at_revisions, last_layer
+from .forward import ahead, demand_some
+from .options import TINY_GEMMA2, ExtractConfig, last_layer
 from .requests import points_of, store_requests
 from .texts import STDLIB_DOCS
 
@@ -37,7 +38,6 @@ class Streamed:
     meta: StoreMeta  # its `store.json`
     given: dict[str, Any]  # the options of `sae train` that determine the rows
     blocks: Blocks
-    block_rows: int  # rows per block, about
 
     @property
     def hash(self) -> str:
@@ -75,7 +75,6 @@ def open_stream(
 
     torch_device = device_named(device)
     config, source, text = resolved(config, given, torch_device, ALONE)
-    at_revisions(config.model, config.model_revision)  # raises if there are several for one model
     text.demand_read()
     layer, site = at
     modules = [site] if layer is None and ":" in site else []
@@ -96,27 +95,23 @@ def open_stream(
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         admission = Admission(meta)
         stored = offered = 0
-        with Ahead(extraction.blocks()) as ahead:
-            for group in in_groups(ahead, forward.tokens, config.rows):
-                parts = forward.each(group, points, show)
-                for block, activations in zip(group, parts, strict=True):
-                    for words in block.notes:
-                        listener.note(words)
-                    if not activations:  # all its documents were left out
-                        continue
-                    rows, verdicts = admission.verdicts(activations[request.point])
-                    admitted = verdicts == ADMITTED
-                    stored, offered = stored + int(admitted.sum()), block.offered
-                    # bfloat16 has the range of float32: another type would not help
-                    demand_some(stored, "float32", offered, 1)
-                    yield rows[admitted], block.columns["document"][admitted]
-        demand_some(stored, "float32", offered, 1, ended=True)
+        with closing(ahead(extraction.blocks())) as in_order:
+            for block in in_order:
+                activations = forward(block, points, show)
+                if not activations:  # all its documents were left out
+                    continue
+                rows, verdicts = admission.verdicts(activations[request.point])
+                admitted = verdicts == ADMITTED
+                stored, offered = stored + int(admitted.sum()), block.offered
+                demand_some(stored, meta.dtype, offered)
+                yield rows[admitted], block.columns["document"][admitted]
+        demand_some(stored, meta.dtype, offered, ended=True)
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     revisions = [each.revision or "" for each in text.sources]
     chosen |= {
         "model": _absolute(config.model),
-        **({"model_revision": [source.revision]} if source.revision else {}),
+        **({"model_revision": source.revision} if source.revision else {}),
         **({"module": model.modules.named(request.point)} if modules else request.point.place),
         "rows": config.rows,
         "context": config.context,
@@ -126,7 +121,7 @@ def open_stream(
     }
     if config.chat_template is not None:
         chosen["chat_template"] = _absolute(config.chat_template)
-    stream = Streamed(request.folder.name, meta, chosen, blocks, extraction.block_rows)
+    stream = Streamed(request.folder.name, meta, chosen, blocks)
     return stream, extraction
 
 

@@ -5,7 +5,6 @@ read by `datasets`, which takes over a second to open the smallest file.
 """
 
 import ast
-import hashlib
 import inspect
 import json
 import os
@@ -15,14 +14,13 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ..base.errors import ModelError, causes, one_line
+from ..base.errors import ModelError, one_line
 from ..base.files import file_sha256
-from ..base.machine import is_passing, why_unreachable
+from ..base.machine import why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -127,7 +125,7 @@ class TextSource:
         except RevisionResolutionError:
             return self
         except _hub_errors() as error:
-            raise self._unread(error, "check its id and --dataset-revision") from error
+            raise self._unread(one_line(error)) from error
 
     def recognised(self) -> Self:
         """The source with the column of its messages, if its first row has one; where the network does not let it be
@@ -153,11 +151,7 @@ class TextSource:
         """What determines the documents; with `asked` as known before `recognised`, the same without a network."""
         column = (self.asked if asked else None) or self.column
         if self.dataset == STDLIB_DOCS:
-            return {
-                "dataset": STDLIB_DOCS,
-                "python": platform.python_version(),
-                "sha256": stdlib_sha256(sysconfig.get_path("stdlib")),
-            }
+            return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
         if self.on_hub:
             return {
                 "dataset": self.dataset,
@@ -209,7 +203,7 @@ class TextSource:
 
         # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
         if not HF_HUB_OFFLINE and (reason := why_unreachable()):
-            raise self._unreachable(reason)
+            raise self._unread(reason)
         import datasets
 
         try:
@@ -218,7 +212,7 @@ class TextSource:
             )
             # Without a network the library takes the newest commit that it has prepared.
             if self.revision and HF_HUB_OFFLINE and Path(builder.cache_dir).name != self.revision:
-                raise self._unreachable(f"another commit than {self.revision} in the cache")
+                raise self._unread(f"another commit than {self.revision} in the cache")
             data = builder.as_streaming_dataset(split=self.split)
             number = 0
             if mark is not None:
@@ -236,29 +230,16 @@ class TextSource:
         except ModelError:
             raise
         except _hub_errors() as error:
-            raise self._unread(error, "check its id, configuration and split") from error
+            raise self._unread(one_line(error)) from error
 
     @property
     def _config(self) -> str | None:
         return self.config or DEFAULT_CONFIGS.get(self.dataset)
 
-    def _unread(self, error: BaseException, advice: str) -> ModelError:
-        from huggingface_hub.errors import RepositoryNotFoundError
-
-        # `datasets` reports files that it could not fetch as not found.
-        if any(map(is_passing, causes(error))):
-            return self._unreachable(one_line(error))
-        if isinstance(error, FileNotFoundError | RepositoryNotFoundError):
-            return ModelError(
-                f"the dataset {self.dataset} cannot be found: {one_line(error)}; check the id, log in "
-                f"with `hf auth login`, or {WITHOUT_NETWORK}"
-            )
-        return ModelError(f"the dataset {self.dataset} cannot be read: {one_line(error)}; {advice}")
-
-    def _unreachable(self, reason: str) -> ModelError:
+    def _unread(self, reason: str) -> ModelError:
         return ModelError(
-            f"the dataset {self.dataset} cannot be fetched; expected a network connection to the Hugging "
-            f"Face Hub, got: {reason}; connect, or {WITHOUT_NETWORK}"
+            f"the dataset {self.dataset} cannot be read: {reason}; check its id, configuration, split and "
+            f"revision, the network, and `hf auth login`, or {WITHOUT_NETWORK}"
         )
 
 
@@ -296,10 +277,9 @@ class Mixture:
         start: int = 0,
         mark: Mark | None = None,
         note: Callable[[str], None] = lambda _: None,
-        ended: Callable[[str], None] | None = None,
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
-        `ended` is called where a source ends before others, by default `note`."""
+        `note` also tells of a source that ends before others."""
         if not self.names:
             yield from self.sources[0].documents(start, mark, note)
             return
@@ -315,11 +295,8 @@ class Mixture:
             index = min(waiting, key=lambda source: counts[source] / self.shares[source])
             if (document := next(waiting[index], None)) is None:
                 del waiting[index]
-                ends = f"{self.names[index]} ends after {counts[index]:,} rows"
                 if waiting:
-                    (ended or note)(f"{ends}; others go on")
-                elif ended is None:
-                    note(ends)
+                    note(f"{self.names[index]} ends after {counts[index]:,} rows; others go on")
                 continue
             marks[index] = document.mark
             before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}
@@ -379,15 +356,6 @@ def _stdlib_files(root: str) -> list[Path]:
         inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(paths)
-
-
-@cache
-def stdlib_sha256(root: str) -> str:
-    """Of the files read: distributions leave out different modules of one version."""
-    digest = hashlib.sha256()
-    for path in _stdlib_files(root):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _docstrings(source: bytes) -> Iterator[str]:

@@ -1,14 +1,13 @@
 """What a tokenizer does: the special tokens around a text, conversations through its chat template, ids as text.
 
-The tokenizer itself is asked, by a text that it knows: it may know no letter. Which tokens are added is no property of
-their ids: a chat's turns may begin with BOS. What a message says is found by rendering the conversation with another
-content in its place. The assistant also says the token that ends its turn, or says what a template has in
-{% generation %}.
+The tokenizer itself is asked. Which tokens are added is no property of their ids: a chat's turns may begin with BOS.
+What a message says is found by rendering the conversation with another content in its place. The assistant also says
+the token that ends its turn, or says what a template has in {% generation %}.
 """
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ NUMBERS = {role: number for number, role in enumerate(ROLES)} | {
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 # For templates that name today's, as Llama's do: rows must not depend on the day.
 DATE = "26 Jul 2024"
+KNOWN = "a"  # at worst an unknown word, which is no special token around a text
 OTHER = "\ue000"  # a content unlike any other
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
 LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
@@ -51,7 +51,7 @@ class Affixes(NamedTuple):
 def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
     """What the tokenizer puts around a text; where it puts nothing before one, with `prepend_bos` its BOS, else its
     EOS, else its separator of documents."""
-    mask = tokenizer(known_text(tokenizer), return_special_tokens_mask=True)
+    mask = tokenizer(KNOWN, return_special_tokens_mask=True)
     own = [number for number, added in enumerate(mask["special_tokens_mask"]) if not added]
     ids = mask["input_ids"]
     prefix, suffix = (ids[: own[0]], ids[own[-1] + 1 :]) if own else ([], [])
@@ -60,26 +60,6 @@ def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
     beginnings = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
     first = next((token for token in beginnings if token is not None), None)
     return Affixes([] if first is None else [first], suffix, first is None)
-
-
-def known_text(tokenizer: Any) -> str:
-    """A text that the tokenizer makes a token: "a" if it has that, else a word of its vocabulary."""
-    for text in _words(tokenizer):
-        if tokenizer(text, add_special_tokens=False)["input_ids"]:
-            return text
-    raise ModelError(
-        "the tokenizer makes no token of any text; expected one that knows words, got one of special "
-        "tokens alone; use the tokenizer that the model was trained with"
-    )
-
-
-def _words(tokenizer: Any) -> Iterator[str]:
-    special = set(tokenizer.all_special_ids)
-    if tokenizer.convert_tokens_to_ids("a") not in (None, *special):
-        yield "a"
-    for number in range(len(tokenizer)):
-        if number not in special:
-            yield tokenizer.decode([number])
 
 
 def special_ids(tokenizer: Any, control: bool) -> set[int]:
@@ -108,8 +88,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
         # Some tokenizers drop the space before the first token of a text.
-        before = tokenizer(known_text(tokenizer), add_special_tokens=False)
-        self._before: list[int] = before["input_ids"]
+        self._before: list[int] = tokenizer(KNOWN, add_special_tokens=False)["input_ids"]
 
     def __len__(self) -> int:
         return len(self._tokenizer)

@@ -3,6 +3,7 @@
 Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ class OutputTokens(NamedTuple):
 class Unembedding:
     """A model's final norm and unembedding, as one linear map from directions to logits; needs a model with its head.
 
-        logits(d) = W_U (g * (d / ||d||)),  minus their mean over the vocabulary, which affects no probability
+        logits(d) = W_U (norm(u) - norm(0)) / sqrt(D),  u = sqrt(D) d / ||d||,
 
-    where g is the weight of the final norm, and `d / ||d||` is centred if the norm centres (LayerNorm). The norm's
-    denominator, which scales all logits of a direction alike, is left out.
+    minus their mean over the vocabulary, which affects no probability. At a mean square of 1 RMSNorm only multiplies
+    by its weight; LayerNorm also centres, and divides by the standard deviation that is left.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -47,7 +48,7 @@ class Unembedding:
         # A head padded to a round number has more rows than its tokenizer has tokens.
         self._W_U = head.weight[: len(model.tokenizer)]
         self._mean = self._W_U.mean(0, dtype=torch.float32)
-        self._weight, self._centred = _final_norm(model, head)
+        self._norm = _final_norm(model, head)
 
     @torch.no_grad()
     def output_tokens(
@@ -59,10 +60,10 @@ class Unembedding:
         parts: list[tuple[Tensor, ...]] = []
         done = 0
         for part in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
-            unit = nn.functional.normalize(part.to(self._weight), dim=1)
-            if self._centred:
-                unit = unit - unit.mean(1, keepdim=True)
-            scaled = unit * self._weight
+            unit = nn.functional.normalize(part.to(self._W_U.device), dim=1)
+            scale = math.sqrt(unit.shape[1])
+            step = (scale * unit).to(self._W_U)
+            scaled = (self._norm(step) - self._norm(torch.zeros_like(step))).float() / scale
             logits = (scaled.to(self._W_U) @ self._W_U.T).float() - (scaled @ self._mean)[:, None]
             up, promoted = logits.topk(count, dim=1)
             down, suppressed = logits.topk(count, dim=1, largest=False)
@@ -76,9 +77,8 @@ class Unembedding:
 
 
 @torch.no_grad()
-def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
-    """The weight, (D,), of the norm before the head, the last module whose output is the head's input, and whether it
-    centres. It is read off the norm's values at vectors of mean 0 and variance 1: Gemma's multiply by 1 plus it."""
+def _final_norm(model: LanguageModel, head: Any) -> nn.Module:
+    """The norm before the head, the last module whose output is the head's input; the identity if there is none."""
     outputs: list[tuple[nn.Module, Tensor]] = []
     taken: list[Tensor] = []
 
@@ -94,18 +94,8 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
         hooks.enter_context(take)
         token_ids = torch.zeros(1, 1, dtype=torch.int64)
         model.logits(token_ids, torch.ones_like(token_ids))
-    D = head.weight.shape[1]
-    signs = torch.ones(D, dtype=model.dtype, device=model.device)
-    norm = next(
-        (module for module, output in reversed(outputs) if taken and torch.equal(output, taken[0])),
-        None,
-    )
-    if norm is None:  # the head takes the residual stream itself
-        return signs.float(), False
-    constant = norm(signs)
-    centred = torch.equal(constant, norm(-signs))
-    signs[1::2] = -1
-    return ((norm(signs) - norm(-signs)) / 2 * signs).float(), centred
+    norms = [module for module, output in outputs if taken and torch.equal(output, taken[0])]
+    return norms[-1] if norms else nn.Identity()
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ from ..store.values import Windows as StoredWindows
 from .texts import Document, Mark
 from .tokenizer import ASSISTANT, Conversation, affixes, special_ids
 
-LOOK_AHEAD = 1 << 15  # tokens per block, about
-FIRST_ROWS = 10_000  # rows of the first block, about: a wrong model or dtype shows early
-SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not finite
+BLOCK_TOKENS = 1 << 14  # about; a kill loses the current block
+SPARE_ROWS = 2_048  # of a block that makes up for rows that were not stored
 
 
 class Cursor(NamedTuple):
@@ -100,12 +99,10 @@ class Windows:
         context: int,
         positions: str = "all",
         packed: bool = False,
-        min_tokens: int = 1,
         control: str | None = None,
         prepend_bos: bool = True,
     ) -> None:
         self._tokenizer, self._positions, self._packed = tokenizer, positions, packed
-        self._min_tokens = min_tokens
         ends = affixes(tokenizer, prepend_bos)
         self.prefix, self.suffix, self._drops_first = ends
         self._room = ends.room(context)
@@ -172,8 +169,8 @@ class Windows:
             token_ids, roles, turns = text.tokens(self.prefix, self._positions == "assistant")
         elif text.strip():
             token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(token_ids) < self._min_tokens:
-            self.left_out["short_texts" if token_ids else "empty_texts"] += 1
+        if not token_ids:
+            self.left_out["empty_texts"] += 1
             return np.empty(0, TOKEN), []
         tokens = np.zeros(len(token_ids), TOKEN)
         tokens["token_id"] = token_ids
@@ -223,7 +220,6 @@ class Block:
         self, windows: list[Window], cursor: Cursor, skipped: Sequence[Mapping[str, int]]
     ) -> None:
         self.cursor = cursor
-        self.notes: tuple[str, ...] = ()  # for the user, once the block is needed
         tokens = np.concatenate([np.empty(0, TOKEN), *(window.tokens for window in windows)])
         kept = tokens["kept"]
         self.rows = int(kept.sum())
@@ -260,22 +256,11 @@ def in_blocks(
     windows: Windows,
     rows: int,
     cursor: Cursor = START,
-    ahead: int = LOOK_AHEAD,
-    first_rows: int = FIRST_ROWS,
 ) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
 
-    A block has about `ahead` tokens, the first about `first_rows` rows; it ends early at the last of `rows` rows.
+    A block has about `BLOCK_TOKENS` tokens; it ends early at the last of `rows` rows.
     """
-
-    def most_rows() -> int:
-        if not cursor.offered:
-            return min(first_rows, rows)
-        # Further blocks make up for rows that were not stored; each doubles the number of extra rows.
-        if cursor.offered < rows:
-            return rows - cursor.offered
-        return max(SPARE_ROWS, cursor.offered - rows)
-
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
     tokens = kept = 0
@@ -284,7 +269,8 @@ def in_blocks(
         skipped.append(windows.taken())
         tokens += len(window.tokens)
         kept += int(window.kept.sum())
-        if tokens >= ahead or kept >= most_rows():
+        most_rows = rows - cursor.offered if cursor.offered < rows else SPARE_ROWS
+        if tokens >= BLOCK_TOKENS or kept >= most_rows:
             block = Block(gathered, cursor, [*skipped, windows.taken()])
             yield block
             cursor = block.end

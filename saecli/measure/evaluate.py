@@ -16,7 +16,6 @@ from ..extract.options import HookPoint, at_revisions
 from ..extract.splice import (
     READ,
     check_rows,
-    check_vocabulary,
     recorded_revision,
     spec_of,
     stored_windows,
@@ -358,7 +357,6 @@ def _splices(
         for rows, source in pairs:
             if source.spec not in models:
                 models[source.spec] = Passes(LanguageModel(source, device, head="any"))
-            check_vocabulary(rows, models[source.spec].model)
             origin = rows.store.meta.source
             if spec_of(origin) != source.spec:
                 listener.note(

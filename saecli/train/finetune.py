@@ -24,7 +24,6 @@ from ..extract.splice import (
     Hooked,
     StoredWindow,
     check_rows,
-    check_vocabulary,
     hooked,
     model_of,
     stored_windows,
@@ -185,7 +184,6 @@ def _read_text(
     train, test = split_kept_out(stores.inputs[0], seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
-    check_vocabulary(train, model)
     windows = [*stored_windows(train, tokens)]
     return SplicedText(Passes(model), acts, windows, [*stored_windows(test, MEASURED_ROWS)])
 
@@ -198,7 +196,7 @@ def _stream_text(
     extract = ExtractConfig(
         **settings.text,
         model=source.name,
-        model_revision=None if source.revision is None else (source.revision,),
+        model_revision=source.revision,
         rows=settings.config.tokens,
     )
     stream, extraction = open_stream(

@@ -8,7 +8,7 @@ Legend: N training rows, W rows of a window, B rows of a batch, D = d_in.
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from threading import Event
 from typing import Self
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from ..base.console import Listener
 from ..base.errors import ConfigError
-from ..extract.forward import Ahead
+from ..extract.forward import ahead
 from ..extract.streaming import Streamed
+from ..extract.windows import BLOCK_TOKENS
 from ..store.opening import note_massive
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part, Split
@@ -83,14 +84,14 @@ class LiveRows(RowSource):
         self._closed = Event()
 
     def __enter__(self) -> Self:
-        blocks_ahead = max(1, self._window_rows // self._source.block_rows)
+        blocks_ahead = max(1, self._window_rows // BLOCK_TOKENS)
         # Leaving waits for the batch that the model is computing.
-        ahead = Ahead(self._source.blocks(self._go_on), blocks_ahead, patience=10.0)
+        blocks = closing(ahead(self._source.blocks(self._go_on), blocks_ahead))
         with ExitStack() as opened:
             with self._listener.progress(
                 "reading the first rows", self._window_rows, "rows"
             ) as self._show:
-                self._train = self._training_rows(iter(opened.enter_context(ahead)))
+                self._train = self._training_rows(opened.enter_context(blocks))
                 opened.callback(self._closed.set)  # before the thread is waited for
                 self._fill()
             if len(self._window) < self._window_rows:

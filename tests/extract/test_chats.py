@@ -34,7 +34,7 @@ import saecli
 from saecli.base.errors import ConfigError, ModelError
 from saecli.extract.splice import stored_windows
 from saecli.extract.texts import Document, TextSource
-from saecli.extract.tokenizer import ROLES, Chats, TokenTexts
+from saecli.extract.tokenizer import ROLES, Chats
 from saecli.extract.windows import Window, Windows
 
 TEMPLATES, CONTEXT, BOS = Path(__file__).parents[1] / "templates", 40, 1
@@ -133,8 +133,7 @@ def written(path: Path, rows: list[Any]) -> Path:
 
 
 def extract(folder: Path, path: Path, **options: Any) -> dict[str, np.ndarray]:
-    if options.get("chat") != "off":
-        options = {"chat_template": str(TEMPLATES / "gemma.jinja")} | options
+    options = {"chat_template": str(TEMPLATES / "gemma.jinja")} | options
     options |= {"layer": 0, "context": CONTEXT, "dtype": "float32", "home": path.parent}
     store = saecli.extract(str(folder), dataset=str(path), **options)
     rows = store.split("all")
@@ -216,7 +215,6 @@ def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, 
 @pytest.mark.parametrize(
     ("row", "options", "sentence"),
     [
-        (ROWS[0], {"chat": "off", "text_column": "messages"}, "holds no text in column 'messages'"),
         (ROWS[0], {"chat_template": None}, "has no chat template; .* with --chat-template"),
         (ROWS[0], {"chat_template": "nowhere.jinja"}, "--chat-template nowhere.jinja"),
         ({"text": "a"}, {}, "--chat-template .* needs chats"),
@@ -231,16 +229,14 @@ def test_what_is_no_chat_gives_one_sentence(folder, tmp_path, row, options, sent
     assert "\n" not in str(caught.value)
 
 
-NUCLEOTIDES = ["A", "C", "G", "T"]
+NUCLEOTIDES = ["A", "C", "G", "T", "a"]
 SPECIAL = ["<first>", "<second>", "<third>"]
 AROUND = ["<first> A C G <second>", "<first> T A <second>"]
 
 
-def tokenizer_of(
-    folder: Path, template: str | None = None, words: list[str] = NUCLEOTIDES, **roles: str
-) -> Any:
+def tokenizer_of(folder: Path, template: str | None = None, **roles: str) -> Any:
     """A tokenizer of words, saved and loaded, with special tokens of these roles."""
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *NUCLEOTIDES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if template:
@@ -307,13 +303,6 @@ def test_a_word_used_for_padding_is_stored_and_special_tokens_in_a_text_are_not(
     tokenizer = tokenizer_of(tmp_path / "eos", pad_token="<second>", **roles)
     windows = cut(tokenizer, "A G <second> T", context=16)
     assert words_of(tokenizer, windows, "kept") == ["A G T"]
-
-
-def test_tokens_of_a_tokenizer_that_knows_no_letter_have_texts(tmp_path):
-    tokenizer = tokenizer_of(tmp_path, words=["ACGT", "TT"], bos_token="<first>")
-    texts = TokenTexts(tokenizer)
-    assert texts[4].strip() == "TT"
-    assert texts.joined([3, 4]).split() == ["ACGT", "TT"]
 
 
 TURNS = (

@@ -150,18 +150,12 @@ def test_models_of_which_one_has_an_added_token_read_the_tokens_that_they_share(
     tokenizer.save_pretrained(thinking)
     more = ("--layer", "1", "--rows", "200", "--context", "16")
     both = ("--model", model, "--model", thinking)
-    done = sae("extract", *both, "--dataset", text, "--name", "s", *more).succeeds()
-    assert "gemma2 and " in done.err and "share 64 tokens; 1 token of one alone" in done.err
+    sae("extract", *both, "--dataset", text, "--name", "s", *more).succeeds()
     sae("extract", "--model", thinking, "--dataset", text, "--name", "alone", *more).succeeds()
     rows, columns = read(sae.home, "s-thinking-l1-resid_post")
     own_rows, own_columns = read(sae.home, "alone")
     assert columns == own_columns
     np.testing.assert_allclose(rows, own_rows, rtol=2e-2, atol=1e-2)
-    (tmp_path / "other.txt").write_text("abc\n\nab<think>c")
-    for models in (both, both[2:] + both[:2]):
-        sae("extract", *models, "--dataset", tmp_path / "other.txt", *more).fails(
-            1, "the token <think>"
-        )
 
 
 def test_rows_that_not_all_can_store_end_the_extraction(
@@ -171,21 +165,8 @@ def test_rows_that_not_all_can_store_end_the_extraction(
     sae(
         f"extract --model {overflowing} --dataset {tmp_path}/c.txt "
         "--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"
-    ).fails(1, "at all 2 hook points")
+    ).fails(1, "is finite in float16 at every hook point")
     assert not list((sae.home / "activations").iterdir())
-
-
-def test_stores_of_different_rows_are_refused(sae: CommandLine, model, text):
-    line = f"extract --model {model} --dataset {text} --rows 300 --shard-rows 60 --name s"
-    assert sae(f"{line} --site mlp_in --site mlp_out").status == 0
-    path = sae.home / "activations" / "s-l1-mlp_out" / "store.json"
-    document = json.loads(path.read_text())
-    document["shards"][2]["resume"]["skip"] += 1
-    path.write_text(json.dumps(document))
-    assert (
-        "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows"
-        in sae(f"{line} --site mlp_in --site mlp_out").err
-    )
 
 
 def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text):
@@ -199,17 +180,17 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
     assert "stored already, by the same request: 4 stores" in out
 
 
-def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
+def test_empty_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     texts = ["abc", "", "  ", "a", "abcdef", None, "ab"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = ("extract", "--model", model, "--dataset", path, "--min-tokens", "3", "--name", "s")
+    words = ("extract", "--model", model, "--dataset", path, "--name", "s")
     document = sae(*words, "--json").json
-    assert document["rows"] == 9
-    assert document["dropped"] == {"empty_texts": 3, "short_texts": 2, "special": 2}
+    assert document["rows"] == 12
+    assert document["dropped"] == {"empty_texts": 3, "special": 4}
     out = " ".join(sae(*words).out.split())
-    assert "dropped: short_texts │ 2 texts" in out and "dropped: special │ 2 (18%)" in out
-    assert read(sae.home, "s")[1]["document"] == [0] * 3 + [4] * 6
+    assert "dropped: empty_texts │ 3 texts" in out and "dropped: special │ 4 (25%)" in out
+    assert read(sae.home, "s")[1]["document"] == [0] * 3 + [3] + [4] * 6 + [6] * 2
 
 
 @pytest.mark.slow
@@ -231,5 +212,5 @@ def test_without_a_terminal_a_line_shows_progress(sae: CommandLine, model, text)
     sae.monkeypatch.setattr("saecli.base.console.PLAIN_INTERVAL", 0.0)
     done = sae(f"extract --model {model} --dataset {text} --rows 600 --context 16 --batch-size 4")
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)
-    for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s, ", " rows written, ", " B"):
+    for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s"):
         assert words in line

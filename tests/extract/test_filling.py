@@ -16,6 +16,7 @@ from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
 from saecli.base.errors import ConfigError, ModelError
+from saecli.extract import windows as cutting
 from saecli.extract.forward import Forward, fill
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.options import COLUMNS, HookPoint
@@ -59,9 +60,13 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 def blocks(
     texts: list[str], windows: Windows, rows: int, cursor: Cursor = START
 ) -> Generator[Block, None, None]:
-    """Blocks small enough for a few texts to make many."""
-    sizes = {"ahead": 400, "first_rows": 100}
-    return in_blocks(lambda begin: documents(texts, begin.document), windows, rows, cursor, **sizes)
+    return in_blocks(lambda begin: documents(texts, begin.document), windows, rows, cursor)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few texts make many blocks."""
+    monkeypatch.setattr(cutting, "BLOCK_TOKENS", 150)
 
 
 TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
@@ -102,20 +107,16 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
     context=st.integers(2, 12),
     packed=st.booleans(),
     bos=st.booleans(),
-    least=st.integers(1, 4),
 )
-def test_cutting_after_a_window_gives_those_that_followed(
-    tokenizers, texts, context, packed, bos, least
-):
+def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, context, packed, bos):
     def cutter() -> Windows:
-        return Windows(tokenizers[bos], context, packed=packed, min_tokens=least)
+        return Windows(tokenizers[bos], context, packed=packed)
 
     whole, every = cutter(), []
     for window in whole.cut(documents(texts)):
         every.append((window, dict(whole.left_out)))
     lengths = [len(tokenizers[bos](text, add_special_tokens=False)["input_ids"]) for text in texts]
-    short = sum(0 < length < least for length in lengths)
-    assert whole.left_out == +Counter(empty_texts=lengths.count(0), short_texts=short)
+    assert whole.left_out == +Counter(empty_texts=lengths.count(0))
     for index, (window, seen) in enumerate(every):
         again = cutter()
         rest = list(again.cut(documents(texts, window.after.document), window.after.token))
@@ -129,7 +130,7 @@ def test_cutting_after_a_window_gives_those_that_followed(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
+def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, small_blocks, packed):
     texts = some_texts(200)
 
     def from_(cursor: Cursor) -> list[tuple]:
@@ -146,7 +147,6 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
         ]
 
     whole = from_(Cursor())
-    assert whole[0][1] == pytest.approx(100, abs=CONTEXT)
     # Ends where enough are offered.
     assert any(2000 <= offered < 2000 + CONTEXT for _, offered, *_ in whole)
     assert len(whole) > 8
@@ -174,7 +174,7 @@ class CrampedLlama(LlamaModel):
 
 def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
     windows = Windows(model.tokenizer, CONTEXT)
-    (block,) = in_blocks(lambda begin: documents(some_texts(60)), windows, 10**6)
+    (block,) = blocks(some_texts(60), windows, 10**6)
     seen = []
     forward = Forward(model, "float32", tokens, notes.append)
     found = forward(block, POINTS, lambda *done: seen.append(done))
@@ -233,24 +233,15 @@ def fill_stores(
             writer.__exit__(None, None, None)
 
 
-def test_blocks_do_not_cap_a_batch_and_give_the_same_store(model, tmp_path: Path):
-    """Blocks have 400 tokens here."""
-    sizes: list[int] = []
-    hook = model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    try:
-        fill_stores(tmp_path / "large", model, POINTS[:1], batch=1000)
-    finally:
-        hook.remove()
-    assert 500 < max(sizes) <= 1000  # all of about the same length
+def test_any_batch_size_gives_the_same_store(model, small_blocks, tmp_path: Path):
+    fill_stores(tmp_path / "large", model, POINTS[:1], batch=1000)
     fill_stores(tmp_path / "small", model, POINTS[:1], batch=100)
     name = f"{POINTS[0].layer}-{POINTS[0].site}"
     assert_same_pass(tmp_path / "large" / name, tmp_path / "small" / name)
 
 
 @pytest.mark.slow
-def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Path):
+def test_stores_stopped_at_different_shards_equal_whole_ones(model, small_blocks, tmp_path: Path):
     fill_stores(tmp_path / "whole", model, POINTS)
     stopped = tmp_path / "stopped"
     folders = [stopped / f"{point.layer}-{point.site}" for point in POINTS]

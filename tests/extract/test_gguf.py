@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +62,7 @@ def test_rows_are_those_of_the_dense_weights(
         json.loads((sae.home / "activations" / name / "store.json").read_text())
         for name in ("packed", "dense")
     )
-    assert (packed["source"]["model"], packed["source"]["dequantised"]) == (str(path), True)
+    assert packed["source"]["model"] == str(path)
     np.testing.assert_allclose(packed["reads"], dense["reads"], rtol=1e-5)
 
 
@@ -72,7 +71,7 @@ def test_first_blocks_and_head_are_loaded_as_of_a_folder(tmp_path: Path):
     cut = LanguageModel(find_model(str(path)), CPU, last=0)
     whole = LanguageModel(find_model(str(path)), CPU, head=True)
     expected = LanguageModel(find_model(str(plain)), CPU, head=True)
-    assert (len(cut.blocks), len(whole.blocks), cut.size) == (1, 3, expected.size - 32 * 32)
+    assert (len(cut.blocks), len(whole.blocks)) == (1, 3)
     for name, weight in expected.model.state_dict().items():
         assert torch.equal(whole.model.state_dict()[name], weight)
     for name, weight in cut.model.state_dict().items():
@@ -114,7 +113,6 @@ def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
     for factors in (False, True):
         path, _ = saved(tmp_path / f"factors-{factors}", factors=factors)
         result = sae("extract", "--model", path, "--dataset", text).succeeds()
-        assert "made dense" in result.err
         assert ("leaves out rope_freqs.weight" in result.err) == factors
 
 
@@ -123,16 +121,6 @@ def test_files_next_to_it_are_not_read(tmp_path: Path):
     save_tokenizer(tmp_path, bos=True)  # of another model
     tokenizer = load_tokenizer(find_model(str(path)))
     assert tokenizer("ab c")["input_ids"] == [1, WORDS.index("ab"), WORDS.index("Ġ"), 6]
-
-
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_without_the_packages_one_sentence_names_the_extra(
-    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-):
-    path, _ = saved(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)
-    said = (f"the package {package}", "pip install 'saecli[gguf]'")
-    assert sae("extract", "--model", path).fails(1, *said).err.count("\n") == 1
 
 
 DAMAGE = {
@@ -152,14 +140,9 @@ def test_a_damaged_or_foreign_file_gets_one_sentence(
     path, _ = saved(tmp_path)
     path.write_bytes(DAMAGE[how](path.read_bytes()))
     refused = sae("extract", "--model", path, "--dataset", text)
-    refused.fails(1, f"{path}: expected a whole GGUF file")
-    assert refused.err.count("\n") == 1 and "sae-gguf" not in refused.err
+    refused.fails(1, "cannot load the ", str(path))
+    assert refused.err.count("\n") == 1
 
 
-def test_a_missing_file_and_a_folder_of_files_are_told_apart(sae: CommandLine, tmp_path: Path):
-    path, _ = saved(tmp_path / "model")
+def test_a_missing_file_is_told(sae: CommandLine, tmp_path: Path):
     sae("extract", "--model", tmp_path / "none.gguf").fails(1, "there is no file")
-    folder = tmp_path / "files"
-    folder.mkdir()
-    path.rename(folder / "model.gguf")
-    sae("extract", "--model", folder).fails(1, "of model.gguf or another")

@@ -95,9 +95,9 @@ def test_a_mixture_of_datasets_records_the_commit_of_each(hub: ModelHub, tmp_pat
 def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
     expected = {
         f"{DATASET!r}, column='body'": "row 0 of the dataset some/texts has no column 'body'",
-        f"{DATASET!r}, revision='nowhere'": "check its id and --dataset-revision",
-        f"{DATASET!r}, split='tests'": "check its id, configuration and split",
-        "'some/nothing'": "cannot be found",
+        f"{DATASET!r}, revision='nowhere'": "cannot be read",
+        f"{DATASET!r}, split='tests'": "cannot be read",
+        "'some/nothing'": "cannot be read",
     }
     tries = "".join(
         f"try:\n    next(TextSource({source}).pinned().documents())\n"
@@ -139,7 +139,7 @@ def test_a_finished_store_is_recognised_without_a_network(
         assert again.returncode == 0, again.stderr
         assert "stored already, by the same request" in again.stdout
         other = run(hub, tmp_path, *command, "--context", "16", **environment)
-        assert other.returncode == 1 and "cannot be fetched" in other.stderr
+        assert other.returncode == 1 and "cannot be read" in other.stderr
         assert "dataset stdlib-docs or a local" in other.stderr
 
 

@@ -70,7 +70,6 @@ def test_forward_pass_stops_at_the_site(model, tokens):
 
 def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
     source = find_model(TINY_GEMMA2)
-    assert find_model(f"{TINY_GEMMA2}/").identity() == source.identity()  # as a shell completes it
     assert (source.layers, source.default_layer()) == (4, 1)
     source.config.num_hidden_layers = 26
     assert source.default_layer() == 12
@@ -80,10 +79,9 @@ def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
     ("name", "sentence"),
     [
         ("nowhere", "no network|cannot be reached"),
-        ("./missing", "no model ../missing'"),
-        *((name, f"no model '{name}'") for name in ("a/b/c", "gpt2/", "-a", "a b")),
+        ("./missing", "cannot load the model ./missing: .*Repo id"),
         ("google/gemma-2-2b", "accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth"),
-        (".", "give the files of a Hugging Face causal language model"),
+        (".", "give the hub id, folder or GGUF file of a causal language model"),
     ],
 )
 def test_a_missing_model_is_refused(name, sentence, tmp_path: Path, monkeypatch):
@@ -114,7 +112,9 @@ def test_output_tokens_match_final_norm_and_unembedding(tmp_path: Path, architec
 
     unit = directions.double().numpy()
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    unit -= unit.mean(1, keepdims=True) if centred else 0
+    if centred:
+        unit -= unit.mean(1, keepdims=True)
+        unit /= np.sqrt(unit.shape[1]) * unit.std(1, keepdims=True)
     W_U = model.model.get_output_embeddings().weight.double().numpy()
     logits = (unit * (offset + norm.weight.double().numpy())) @ W_U.T
     logits -= logits.mean(1, keepdims=True)

@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, save_model, stored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.extract import extraction
+from saecli.extract import windows
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
 
@@ -65,7 +65,7 @@ def test_rows_are_those_of_the_model_by_name(tmp_path: Path, text: dict[str, Any
 def test_an_interrupted_store_is_resumed_by_the_same_weights_alone(
     tmp_path: Path, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(extraction, "LOOK_AHEAD", 256)  # tokens per block, so that some are stored
+    monkeypatch.setattr(windows, "BLOCK_TOKENS", 256)  # tokens per block, so that some are stored
     folder = save_model(tmp_path / "llama", "llama")
     model, tokenizer = opened(folder)
     options = {"tokenizer": tokenizer, "layer": 1, "rows": 2000, "shard_rows": 100, **text}

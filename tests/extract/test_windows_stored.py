@@ -64,7 +64,7 @@ DROPPING = [
     {"max_norm_multiple": 1.1},
     {"packed": True, "max_norm_multiple": 1.1},
     {"positions": "last"},
-    {"min_tokens": 9, "prepend_bos": "off"},
+    {"prepend_bos": "off"},
     {"chats": True, "packed": True},
     {"chats": True, "positions": "assistant"},
 ]
