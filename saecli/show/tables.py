@@ -330,25 +330,6 @@ def _figure(name: str, document: Document) -> Any:
     return value
 
 
-def disagreement(diagram: Document | None) -> str | None:
-    """The rows on which the power diagram disagrees with the SAE's cells: "on 3 of 100 rows"; None for none."""
-    decided = diagram["rows"] - diagram["ties"] if diagram else 0
-    if diagram is None or not decided or diagram["agreement"] == 1:
-        return None
-    return f"on {decided - round(diagram['agreement'] * decided):,} of {counted(decided, 'row')}"
-
-
-def _diagram_line(diagram: Document) -> list[Any]:
-    if where := disagreement(diagram):
-        words = [Text("disagrees", style="bold red"), Text(where, style="bold red")]
-        return ["power diagram", *words]
-    decided, ties = diagram["rows"] - diagram["ties"], counted(diagram["ties"], "tie")
-    if not decided:
-        return ["power diagram", None, f"no row but {ties}"]
-    left_out = f"; {ties} left out" if diagram["ties"] else ""
-    return ["power diagram", "agrees", f"on {counted(decided, 'row')}{left_out}"]
-
-
 def _median_line(label: str, measures: Document) -> list[Any]:
     low, high = number(measures["p5"]), number(measures["p95"])
     return [f"{label}, median", measures["median"], f"5% to 95%: {low} to {high}"]
@@ -370,8 +351,9 @@ def geometry_table(document: Document) -> RenderableType:
         ["rank of a cell's map, median", rank["median"], full],
         *_degenerate_lines(document["degenerate"]),
     ]
-    if document["power_diagram"] is not None:
-        lines.append(_diagram_line(document["power_diagram"]))
+    if (diagram := document["power_diagram"]) is not None:
+        detail = f"of {counted(diagram['rows'], 'row')}, {counted(diagram['ties'], 'tie')} left out"
+        lines.append(["power diagram agrees on", diagram["agreement"], detail])
     rows = counted(complexity["rows"], "row")
     lines += [
         _median_line("margin", margin),
