@@ -9,7 +9,6 @@ from .options import (
     Device,
     Json,
     Plot,
-    Revisions,
     Runs,
     SplicedModels,
     SplitName,
@@ -26,7 +25,6 @@ def command(
     target: Target = None,
     split: SplitName = "test",
     model: SplicedModels = None,
-    model_revision: Revisions = None,
     tokens: Tokens = None,
     at_once: Annotated[
         bool,
@@ -70,7 +68,7 @@ def command(
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ..measure.evaluate import compare_measured, models_to_splice
+    from ..measure.evaluate import check_tokens, compare_measured
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, check_stability, stability_of
     from ..measure.together import together
@@ -78,8 +76,8 @@ def command(
 
     session = start(ctx)
     console, names = session.console, runs or []
-    models = models_to_splice(model, model_revision, tokens)
-    if at_once and models is None:
+    check_tokens(tokens, model)
+    if at_once and model is None:
         raise ConfigError("--together does nothing without --model; name the language model")
     if stable:
         check_stability(len(names), match_threshold)
@@ -92,9 +90,9 @@ def command(
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
     effect: dict[str, Any] = {}
-    if models is not None and at_once:  # first, since it may refuse the runs
-        effect = together(everything, models, tokens, console)
-    runs_measured = compare_measured(everything, None if at_once else models, tokens, console)
+    if model is not None and at_once:  # first, since it may refuse the runs
+        effect = together(everything, model, tokens, console)
+    runs_measured = compare_measured(everything, None if at_once else model, tokens, console)
     ranked = measures.sparsest_first(runs_measured)
     document: dict[str, Any] = {
         "runs": runs_measured,

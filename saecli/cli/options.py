@@ -328,27 +328,17 @@ SplitName = Annotated[
 SplicedModel = Annotated[
     str | None,
     typer.Option(
-        help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF file.",
+        help="Splice the SAE into this language model, which the store's rows came from: hub id, also "
+        "ID@REVISION, folder or GGUF file.",
         show_default="none",
     ),
 ]
 SplicedModels = Annotated[
     list[str] | None,
     typer.Option(
-        help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF "
-        "file; once for each model of a crosscoder.",
+        help="Splice the SAE into this language model, which the store's rows came from: hub id, also "
+        "ID@REVISION, folder or GGUF file; once for each model of a crosscoder.",
         show_default="none",
-    ),
-]
-_REVISION = "Branch, tag or commit of --model on the hub."
-Revision = Annotated[
-    str | None, typer.Option(help=_REVISION, show_default="the one that the rows came from")
-]
-Revisions = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"{_REVISION} Of several models once, or once for each.",
-        show_default="the one that the rows came from",
     ),
 ]
 Tokens = Annotated[
@@ -362,7 +352,7 @@ Tokens = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Hub id, folder or GGUF file of the language model.",
+        help="Language model: hub id, also ID@REVISION, folder or GGUF file.",
         show_default="the one that the run's store came from",
     ),
 ]

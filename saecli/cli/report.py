@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from ..base.errors import size_words
-from .options import Data, Device, Json, Out, Revision, Run, SplitName, Target, start
+from .options import Data, Device, Json, Out, Run, SplitName, Target, start
 
 
 def command(
@@ -32,12 +32,11 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hub id, folder or GGUF file of the language model, to show the tokens that each latent promotes and "
-            "suppresses.",
+            help="Language model (hub id, also ID@REVISION, folder or GGUF file), to show the tokens that each latent "
+            "promotes and suppresses.",
             show_default="none",
         ),
     ] = None,
-    model_revision: Revision = None,
     examples: Annotated[
         int, typer.Option(min=1, max=100, help="Texts per latent, strongest activation first.")
     ] = 12,

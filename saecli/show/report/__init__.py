@@ -19,7 +19,7 @@ from ...base.documents import point_words, read_run
 from ...base.errors import ConfigError, ModelError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
-from ...extract.options import COLUMNS, HookPoint, at_revision
+from ...extract.options import COLUMNS, HookPoint
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
@@ -151,7 +151,6 @@ def report(
     latents: str | Sequence[int] | None = None,
     top: int | None = None,
     model: str | None = None,
-    model_revision: str | None = None,
     examples: int = 12,
     neuronpedia: str | None = None,
     overwrite: bool = False,
@@ -167,8 +166,8 @@ def report(
         split: rows that the latents are shown on.
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
             frequent, by default 4,096.
-        model: hub id, folder or GGUF file of the rows' language model, to show the tokens that each latent promotes.
-        model_revision: its branch, tag or commit on the hub; None for the one that the rows came from.
+        model: hub id, also ID@REVISION, folder or GGUF file of the rows' language model, to show the tokens that each
+            latent promotes.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages.
         overwrite: whether an earlier report in `out` is replaced, once the new one is whole.
@@ -183,17 +182,13 @@ def report(
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
     demand_at_least("top", top)
-    if model is None and model_revision is not None:
-        raise ConfigError("--model-revision does nothing without --model; leave it out")
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
     chosen = None if latents is None else _chosen_latents(latents, run)
     d_sae, has_tokens = run.sae.d_sae, set(COLUMNS) <= set(run.store.meta.columns)
     notes: list[str] = []
-    texts, unembedding = _texts_and_outputs(
-        run, model and at_revision(model, model_revision), has_tokens, notes
-    )
+    texts, unembedding = _texts_and_outputs(run, model, has_tokens, notes)
     result = survey(
         run.sae,
         in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
