@@ -9,7 +9,6 @@ import typer
 
 from ..base.errors import ConfigError, flag_of
 from ..base.home import checked_name, now
-from ..base.machine import is_disk_full
 from ..base.options import options_from
 from ..base.processes import communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
@@ -260,7 +259,7 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
         documents += results
         errors |= failed
     if processes.is_main:
-        _draw_curves(session, [Path(document["path"]) for document in documents])
+        _draw_curves([Path(document["path"]) for document in documents])
     shown: list[Any] = []
     if documents:  # else all have failed
         shown = [
@@ -279,17 +278,12 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
         session.console.note(str(error))
 
 
-def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
+def _draw_curves(folders: Sequence[Path]) -> None:
     from ..show.pictures import loss_curves  # matplotlib takes a second to import
     from ..train.runs import read_metrics
 
     for folder in folders:
-        try:
-            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
+        loss_curves(folder / "loss.png", folder.name, read_metrics(folder))
 
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
