@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,7 +21,6 @@ from .options import (
     Session,
     configured,
     home_of,
-    one_of,
     run_names,
     start,
     store_names,
@@ -72,13 +71,15 @@ Resume = Annotated[
 def command(
     ctx: typer.Context,
     options: tuple[Given, ...],
-    solver: Annotated[str, typer.Option(help="Training algorithm.", **one_of(SOLVERS))] = "pam-sgd",
+    solver: Annotated[
+        Literal[tuple(SOLVERS)],  # type: ignore[valid-type]
+        typer.Option(help="Training algorithm."),
+    ] = "pam-sgd",
     act: Annotated[
-        str,
+        Literal[tuple(ACTIVATIONS)],  # type: ignore[valid-type]
         typer.Option(
             help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
             "--k, has the least error, in 2 to 3 times the time.",
-            **one_of(ACTIVATIONS),
         ),
     ] = "relu",
     data: Annotated[
