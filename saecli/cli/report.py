@@ -48,7 +48,11 @@ def command(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder that holds an index.html.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a folder that holds an index.html, such as an earlier report.",
+        ),
     ] = False,
     device: Device = "auto",
     json: Json = False,

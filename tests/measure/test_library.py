@@ -73,19 +73,8 @@ def test_progress_says_on_stderr_what_was_chosen(
 
 def test_a_report_of_an_sae_in_memory_matches_its_runs(sae: CommandLine, tmp_path: Path) -> None:
     _, mine = make_text_run(sae.home, str(save_model(tmp_path / "model")))
-    printed = sae(
-        "report",
-        "run",
-        "--latent",
-        "3",
-        "--latent",
-        "5",
-        "--latent",
-        "6",
-        "--out",
-        tmp_path / "one",
-        "--json",
-    ).json
+    chosen = "report run --latent 3 --latent 5 --latent 6 --json --out"
+    printed = sae(chosen, tmp_path / "one").json
     store = saecli.open_store("texts", home=sae.home)
     result = saecli.report(mine, tmp_path / "two", store, latents=[3, 5, 6])
     assert (result["measures"], result["pages"]) == (printed["measures"] | {"run": "sae"}, 3)
