@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .extract.spliced import spliced as spliced
     from .geometry.geometry import geometry as geometry
     from .measure.controls import controls as controls
-    from .measure.evaluate import compare as compare
     from .measure.evaluate import evaluate as evaluate
     from .measure.evaluate import sparsity as sparsity
     from .measure.explain import explain as explain
@@ -70,7 +69,7 @@ _NAMES = {  # by module
     "extract.spliced": ["spliced"],
     "geometry.geometry": ["geometry"],
     "measure.controls": ["controls"],
-    "measure.evaluate": ["compare", "evaluate", "sparsity"],
+    "measure.evaluate": ["evaluate", "sparsity"],
     "measure.explain": ["explain"],
     "measure.export": ["export", "push"],
     "measure.probes": ["probe"],

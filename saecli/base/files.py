@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 from .errors import ConfigError
 
 LOCK = ".lock"
-_PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)(\.[0-9a-f]{8})?\.partial(?![\w.])")
 
 
 def flush_to_disk(path: Path) -> None:
@@ -45,11 +43,6 @@ def partial_path(path: Path) -> Path:
 def _own_partial(path: Path) -> Path:
     """As `partial_path`, another one for each writer."""
     return path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
-
-
-def as_named(text: str) -> str:
-    """A message with every such temporary path in it replaced by the final path."""
-    return _PARTIAL.sub(r"\1", text)
 
 
 def settle(temporary: Path, path: Path) -> None:

@@ -2,14 +2,13 @@ from typing import Annotated
 
 import typer
 
-from .options import Csv, Device, Json, OwnRun, Revision, SplicedModel, Tokens, start
+from .options import Csv, Device, Json, OwnRun, SplicedModel, Tokens, start
 
 
 def command(
     ctx: typer.Context,
     run: OwnRun = None,
     model: SplicedModel = None,
-    model_revision: Revision = None,
     tokens: Tokens = None,
     seeds: Annotated[
         int,

@@ -8,23 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ..base.documents import read_run
-from ..base.home import RUN_MARKER
 from ..extract.options import TINY_GEMMA2
 from .options import Json, start
 
 ROWS = 20_000
 EPOCHS = 20
-SIDE_BY_SIDE = ("l0", "fvu", "ce_recovered", "kl", "steps", "seconds")
 
 
 def command(
     ctx: typer.Context,
     pictures: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the pictures and the measures.", show_default="demo/ in the home"
-        ),
+        typer.Option(help="Folder for the pictures.", show_default="demo/ in the home"),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -35,52 +30,30 @@ def command(
 
     Example: sae demo --pictures pictures
     """
-    from rich.text import Text
-
-    from ..show.measures import comparison, meaning, read_measures
-
     session = start(ctx)
     runs_folder, pictures = session.home.runs.path, pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
     number = next(n for n in itertools.count(1) if not any(session.home.path.glob(f"*/demo-{n}*")))
     store, *runs = f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
-    measures, root = pictures / "measures.csv", ctx.find_root()
+    root = ctx.find_root()
     home = ["--home", str(session.home.path)]
     source = root.get_parameter_source("home")
     shown_home = home if source is not None and source.name == "COMMANDLINE" else []
     with redirect_stdout(sys.stderr if json else sys.stdout):
-        for step, (purpose, words) in enumerate(chain(store, runs, pictures, measures), 1):
+        for step, (purpose, words) in enumerate(chain(store, runs, pictures), 1):
             print(f"\n{step}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
             status = root.command.main([*home, *words], standalone_mode=False)
             if status:  # of Ctrl-C
                 raise typer.Exit(status)
-    results = {name: read_run(runs_folder / name / RUN_MARKER).settings["result"] for name in runs}
-    measured = read_measures(measures)
-    costs = {
-        name: {"steps": result["steps"], "seconds": round(result["seconds"], 1)}
-        for name, result in results.items()
-    }
-    lines = [run | costs[run["run"]] for run in measured]
-    title = f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"
     paths = [
         *(str(runs_folder / name / "loss.png") for name in runs),
         *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
         *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs),
     ]
-    session.console.print_result(
-        {"runs": results, "measures": measured, "pictures": paths},
-        "",
-        comparison(lines, SIDE_BY_SIDE, title),
-        Text(meaning(measured[0])),
-        "",
-        "pictures:",
-        *paths,
-    )
+    session.console.print_result({"runs": runs, "pictures": paths}, "", "pictures:", *paths)
 
 
-def chain(
-    store: str, runs: Sequence[str], pictures: Path, measures: Path
-) -> list[tuple[str, list[str]]]:
+def chain(store: str, runs: Sequence[str], pictures: Path) -> list[tuple[str, list[str]]]:
     """The commands to run, each after its purpose."""
     sgd, pam = runs
     effect = ["--model", TINY_GEMMA2]
@@ -104,7 +77,7 @@ def chain(
         (
             "Measure both on held-out rows: the variance they leave unexplained (fvu), and\n"
             "   how well the model predicts from their reconstructions (ce recovered, kl).",
-            ["eval", sgd, pam, *effect, "--plot", frontier, "--csv", str(measures)],
+            ["eval", sgd, pam, *effect, "--plot", frontier],
         ),
         (
             "Count how often latents fire: silent ones never, dense ones on over a tenth.",

@@ -9,7 +9,6 @@ from .options import (
     Device,
     Json,
     Plot,
-    Revisions,
     Runs,
     SplicedModels,
     SplitName,
@@ -26,7 +25,6 @@ def command(
     target: Target = None,
     split: SplitName = "test",
     model: SplicedModels = None,
-    model_revision: Revisions = None,
     tokens: Tokens = None,
     at_once: Annotated[
         bool,
@@ -42,9 +40,6 @@ def command(
             help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
         ),
     ] = False,
-    match_threshold: Annotated[
-        float, typer.Option(help="With --stability, count latents as matched above this |cosine|.")
-    ] = 0.7,
     device: Device = "auto",
     plot: Plot = None,
     csv: Csv = None,
@@ -65,36 +60,32 @@ def command(
     the others spliced in, and of what it has without any.
 
     --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors. PW-MCC is the
-    mean |cosine|; a latent is matched if its |cosine| is above --match-threshold. If some latents are silent, both
+    mean |cosine|; a latent is matched if its |cosine| is above 0.7. If some latents are silent, both
     measures are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ..measure.evaluate import compare_measured, models_to_splice
+    from ..measure.evaluate import check_tokens, compare_measured
     from ..measure.measured import ChosenRows
-    from ..measure.stability import check_comparable, check_stability, stability_of
+    from ..measure.stability import check_comparable, demand_several, stability_of
     from ..measure.together import together
     from ..show import measures
 
     session = start(ctx)
     console, names = session.console, runs or []
-    models = models_to_splice(model, model_revision, tokens)
-    if at_once and models is None:
+    check_tokens(tokens, model)
+    if at_once and model is None:
         raise ConfigError("--together does nothing without --model; name the language model")
     if stable:
-        check_stability(len(names), match_threshold)
-    elif "match_threshold" in session.given:
-        raise ConfigError(
-            "--match-threshold does nothing without --stability; leave it out, or ask for --stability"
-        )
+        demand_several(len(names))
     chosen_rows = ChosenRows(session.home, data, split, device, console, target)
     everything = chosen_rows.with_all(names, of_set=at_once)
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
     effect: dict[str, Any] = {}
-    if models is not None and at_once:  # first, since it may refuse the runs
-        effect = together(everything, models, tokens, console)
-    runs_measured = compare_measured(everything, None if at_once else models, tokens, console)
+    if model is not None and at_once:  # first, since it may refuse the runs
+        effect = together(everything, model, tokens, console)
+    runs_measured = compare_measured(everything, None if at_once else model, tokens, console)
     ranked = measures.sparsest_first(runs_measured)
     document: dict[str, Any] = {
         "runs": runs_measured,
@@ -105,7 +96,7 @@ def command(
         document["together"] = effect
         tables = measures.together_tables(runs_measured, effect)
     if stable:
-        document["stability"] = stability_of(everything, match_threshold, console)
+        document["stability"] = stability_of(everything, console)
         tables.append(measures.stability_table(document["stability"]))
     if plot is not None:
         from ..show import pictures  # matplotlib takes a second to import

@@ -1,42 +1,30 @@
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
 from ..base.errors import ConfigError
-from .options import Data, Json, Plot, Runs, SplitName, start
+from ..base.options import Option
+from ..geometry.options import Settings
+from .options import Data, Json, Plot, Runs, SplitName, configured, start
+
+SLICE = Option(
+    "Plane of --plot: the first two principal components, or through three rows, by number in the split from 0.",
+    "pca|I,J,K",
+    panel=Settings.panel,
+    name="slice",
+    default="pca",
+)
 
 
+@configured(Settings, more=[SLICE])
 def command(
     ctx: typer.Context,
+    options: Mapping[str, Any],
     runs: Runs = None,
     data: Data = None,
     split: SplitName = "test",
-    rows: Annotated[
-        int, typer.Option(min=1, help="Most rows to measure; of more, a random sample.")
-    ] = 100_000,
-    fit_rows: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.",
-        ),
-    ] = 50_000,
-    radius: Annotated[
-        float,
-        typer.Option(
-            help="Radius of the local complexity, as a fraction of the rows' median distance to their mean."
-        ),
-    ] = 0.01,
     plot: Plot = None,
-    slice_: Annotated[
-        str,
-        typer.Option(
-            "--slice",
-            metavar="pca|I,J,K",
-            help="Plane of --plot: the first two principal components, or through three rows, "
-            "by number in the split from 0.",
-        ),
-    ] = "pca",
     json: Json = False,
 ) -> None:
     """Measure the spline: cells, power diagram, margins, k-means and local PCA.
@@ -52,13 +40,13 @@ def command(
     Example: sae geometry first --plot geometry.png
     """
     from ..geometry.cells import check_cells
-    from ..geometry.geometry import Settings, measure_geometry
+    from ..geometry.geometry import measure_geometry
     from ..measure.measured import ChosenRows
-    from ..show.tables import disagreement, geometries_table, geometry_table
+    from ..show.tables import geometries_table, geometry_table
 
     session = start(ctx)
-    settings = Settings(rows, fit_rows, radius)
-    if "slice_" in session.given and plot is None:
+    settings = Settings.among(options)
+    if "slice" in options and plot is None:
         raise ConfigError(
             "--slice does nothing without --plot; leave it out, or name a picture with --plot"
         )
@@ -71,7 +59,7 @@ def command(
     if plot is not None:
         from ..show.geometry import draw_geometry, rows_of_slice  # matplotlib takes a second
 
-        marked = rows_of_slice(measured[0].of_store, slice_)
+        marked = rows_of_slice(measured[0].of_store, options.get("slice", SLICE.default))
     documents = []
     for run in measured:
         result = measure_geometry(run, settings, session.console)
@@ -79,11 +67,6 @@ def command(
         if plot is not None:
             draw_geometry(plot, result, marked)
             session.console.note(f"drew {plot}")
-        if where := disagreement(result.document["power_diagram"]):
-            session.console.note(
-                f"{result.document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
-                f"all, so this is a bug or rounding, please report it"
-            )
     if len(documents) == 1:
         session.console.print_result(documents[0], geometry_table(documents[0]))
     else:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..base.errors import ConfigError, SaeError, one_line, printable
-from ..base.machine import is_disk_full, is_out_of_memory, rank, world
+from ..base.machine import is_out_of_memory, rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -130,13 +130,8 @@ def sentence_for(error: BaseException) -> str | None:
             f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, "
             "--d-sae"
         )
-    if isinstance(error, OSError):
-        if is_disk_full(error):
-            return (
-                f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
-                f"free some space and run the same command again"
-            )
-        return f"cannot use {error.filename}: {error.strerror}" if error.filename else None
+    if isinstance(error, OSError) and error.filename:
+        return f"cannot use {error.filename}: {error.strerror}"
     return None
 
 
@@ -161,15 +156,13 @@ def main() -> None:
     except Exception as error:  # the outermost boundary: unforeseen errors are reported as bugs
         if os.environ.get("SAE_DEBUG"):
             raise
-        from ..base.files import as_named
-
         sentence = sentence_for(error)
         if sentence is None:
             sentence = (
                 f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
                 "it"
             )
-        sentence = as_named(printable(" ".join(sentence.split())))
+        sentence = printable(" ".join(sentence.split()))
         where = f"process {rank()} of {world()}: " if world() > 1 else ""
         print(f"sae: {where}{sentence}", file=errors)
         _end(2 if isinstance(error, ConfigError) else 1)

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..base.console import Console
-from ..base.errors import ConfigError, did_you_mean, flag_of, one_line, unknown_choice
+from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
 from ..base.files import demand_place, is_free, write_csv
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
-from ..extract.options import SITES
+from ..extract.options import Site as SiteName
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,6 @@ def _typed(option: Option, value: Any) -> Any:
 def _combinations(options: Mapping[str, Any]) -> tuple[Given, ...]:
     """One `Given` for each combination of values that are lists."""
     several = {name: values for name, values in options.items() if isinstance(values, list)}
-    for name, values in several.items():
-        twice = [value for index, value in enumerate(values) if value in values[:index]]
-        if twice:
-            raise ConfigError(
-                f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per value"
-            )
     combinations = []
     for combination in product(*several.values()):
         chosen = dict(zip(several, combination, strict=True))
@@ -218,26 +212,17 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
         if param.param_type_name == "option" and not param.is_eager
     }
     options: dict[str, Any] = {}
-    for written, value in document.items():
-        name = written.replace("-", "_")
+    for name, value in document.items():
         if name not in params and name not in file_only:
             advice = did_you_mean(name, [*params, *file_only]) or "see `--help-all`"
             raise ConfigError(
                 f"cannot use {path}: expected the long name of an option of `sae {ctx.info_name}`, "
-                f"got {written}; {advice}"
+                f"got {name}; {advice}"
             )
-        if name in options:
-            raise ConfigError(
-                f"cannot use {path}: expected {name} once, got it spelt {written} as well; leave one out"
-            )
-        several = name not in params or params[name].multiple
-        if name == "model_revision" and not several and isinstance(value, list) and len(value) == 1:
-            (value,) = value  # as earlier versions wrote it
-        if isinstance(value, list) and (not several or not value):
-            most = "one value or more" if several else "one value"
-            raise ConfigError(f"cannot use {path}: {written} takes {most}, got {value}")
-        wrapped = name in params and several and not isinstance(value, list)
-        options[name] = [value] if wrapped else value
+        if value == []:
+            raise ConfigError(f"cannot use {path}: {name} takes one value or more, got none")
+        one_of_several = name in params and params[name].multiple and not isinstance(value, list)
+        options[name] = [value] if one_of_several else value
     return options
 
 
@@ -245,21 +230,6 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     """Whether the user set an option, on the command line or in a file."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
-
-
-def one_of(choices: Collection[str]) -> dict[str, Any]:
-    """Settings of an option that takes one of some words."""
-
-    def check(param: typer.CallbackParam, word: str | None) -> str | None:
-        if word is not None and word not in choices:
-            raise unknown_choice(param.name, word, choices)
-        return word
-
-    return {
-        "callback": check,
-        "metavar": f"<{'|'.join(choices)}>",
-        "autocompletion": lambda: list(choices),
-    }
 
 
 def store_names(ctx: typer.Context) -> list[str]:
@@ -330,27 +300,17 @@ SplitName = Annotated[
 SplicedModel = Annotated[
     str | None,
     typer.Option(
-        help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF file.",
+        help="Splice the SAE into this language model, which the store's rows came from: hub id, also "
+        "ID@REVISION, folder or GGUF file.",
         show_default="none",
     ),
 ]
 SplicedModels = Annotated[
     list[str] | None,
     typer.Option(
-        help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF "
-        "file; once for each model of a crosscoder.",
+        help="Splice the SAE into this language model, which the store's rows came from: hub id, also "
+        "ID@REVISION, folder or GGUF file; once for each model of a crosscoder.",
         show_default="none",
-    ),
-]
-_REVISION = "Branch, tag or commit of --model on the hub."
-Revision = Annotated[
-    str | None, typer.Option(help=_REVISION, show_default="the one that the rows came from")
-]
-Revisions = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"{_REVISION} Of several models once, or once for each.",
-        show_default="the one that the rows came from",
     ),
 ]
 Tokens = Annotated[
@@ -364,7 +324,7 @@ Tokens = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Hub id, folder or GGUF file of the language model.",
+        help="Language model: hub id, also ID@REVISION, folder or GGUF file.",
         show_default="the one that the run's store came from",
     ),
 ]
@@ -372,8 +332,7 @@ Layer = Annotated[
     int | None, typer.Option(help="Read this block, from 0, if the SAE's file has none.")
 ]
 Site = Annotated[
-    str | None,
-    typer.Option(help="Read this hook point, if the SAE's file has none.", **one_of(SITES)),
+    SiteName | None, typer.Option(help="Read this hook point, if the SAE's file has none.")
 ]
 Module = Annotated[
     str | None,

@@ -2,14 +2,13 @@ from typing import Annotated
 
 import typer
 
-from .options import Csv, Device, Json, Layer, Model, Module, Plot, Revision, Runs, Site, start
+from .options import Csv, Device, Json, Layer, Model, Module, Plot, Runs, Site, start
 
 
 def command(
     ctx: typer.Context,
     runs: Runs = None,
     model: Model = None,
-    model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
     module: Module = None,

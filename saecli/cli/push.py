@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from .export import formats
-from .options import Data, Device, Json, Revision, SplicedModel, Target, Tokens, run_names, start
+from .options import Data, Device, Json, SplicedModel, Target, Tokens, run_names, start
 
 
 def command(
@@ -44,7 +44,6 @@ def command(
     data: Data = None,
     target: Target = None,
     model: SplicedModel = None,
-    model_revision: Revision = None,
     tokens: Tokens = None,
     device: Device = "auto",
     json: Json = False,

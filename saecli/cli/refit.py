@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Data, Device, Json, Revision, Run, SplicedModel, Target, Tokens, start
+from .options import Data, Device, Json, Run, SplicedModel, Target, Tokens, start
 
 
 def command(
@@ -17,7 +17,6 @@ def command(
         ),
     ] = None,
     model: SplicedModel = None,
-    model_revision: Revision = None,
     tokens: Tokens = None,
     device: Device = "auto",
     json: Json = False,
@@ -34,13 +33,13 @@ def command(
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
-    from ..measure.evaluate import models_to_splice
+    from ..measure.evaluate import check_tokens
     from ..measure.measured import ChosenRows
     from ..measure.refit import refit_run
     from ..show.measures import refit_table
 
     session = start(ctx)
+    check_tokens(tokens, model)
     chosen_rows = ChosenRows(session.home, data, "test", device, session.console, target)
-    models = models_to_splice(model, model_revision, tokens)
-    document = refit_run(run, chosen_rows, name=name, models=models, tokens=tokens)
+    document = refit_run(run, chosen_rows, name=name, model=model, tokens=tokens)
     session.print_result_and_notes(document, refit_table(document), f"saved in {document['path']}")

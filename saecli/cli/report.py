@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from ..base.errors import size_words
-from .options import Data, Device, Json, Out, Revision, Run, SplitName, Target, start
+from .options import Data, Device, Json, Out, Run, SplitName, Target, start
 
 
 def command(
@@ -13,31 +13,28 @@ def command(
     data: Data = None,
     target: Target = None,
     split: SplitName = "all",
-    latents: Annotated[
-        str | None,
+    latent: Annotated[
+        list[int] | None,
         typer.Option(
-            metavar="all|NUMBERS",
-            help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
-            show_default="all, or the 4,096 most frequent",
+            help="Latent that gets its own page, from 0; repeat for several.", show_default="all"
         ),
     ] = None,
-    top: Annotated[
+    latents: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Instead of --latents: this number of the most frequent latents.",
-            show_default="none",
+            help="This number of latents get their own page, the most frequent.",
+            show_default="4,096",
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hub id, folder or GGUF file of the language model, to show the tokens that each latent promotes and "
-            "suppresses.",
+            help="Language model (hub id, also ID@REVISION, folder or GGUF file), to show the tokens that each latent "
+            "promotes and suppresses.",
             show_default="none",
         ),
     ] = None,
-    model_revision: Revision = None,
     examples: Annotated[
         int, typer.Option(min=1, max=100, help="Texts per latent, strongest activation first.")
     ] = 12,
@@ -51,14 +48,18 @@ def command(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier report in the folder.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a folder that holds an index.html, such as an earlier report.",
+        ),
     ] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Write HTML pages of latents, to be opened from disk.
 
-    index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
+    index.html shows measures, firing frequencies, and a table of all latents to search and sort. Each chosen
     latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
     activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
     and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears whole or not at all.
@@ -68,7 +69,7 @@ def command(
     from ..show.report import report
 
     session = start(ctx)
-    document = session.call(report, sae=run)
+    document = session.call(report, sae=run, latents=latent, count=latents)
     session.print_result_and_notes(
         document,
         f"wrote {document['index']}, with pages of {document['pages']:,} of "

@@ -2,7 +2,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Device, Json, Layer, Model, Module, Revision, Run, Site, start
+from .options import Device, Json, Layer, Model, Module, Run, Site, start
 
 
 def command(
@@ -24,7 +24,6 @@ def command(
         ),
     ] = None,
     model: Model = None,
-    model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
     module: Module = None,

@@ -3,13 +3,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..base.errors import ConfigError, flag_of
 from ..base.home import checked_name, now
-from ..base.machine import is_disk_full
 from ..base.options import options_from
 from ..base.processes import communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
@@ -22,7 +21,6 @@ from .options import (
     Session,
     configured,
     home_of,
-    one_of,
     run_names,
     start,
     store_names,
@@ -73,13 +71,15 @@ Resume = Annotated[
 def command(
     ctx: typer.Context,
     options: tuple[Given, ...],
-    solver: Annotated[str, typer.Option(help="Training algorithm.", **one_of(SOLVERS))] = "pam-sgd",
+    solver: Annotated[
+        Literal[tuple(SOLVERS)],  # type: ignore[valid-type]
+        typer.Option(help="Training algorithm."),
+    ] = "pam-sgd",
     act: Annotated[
-        str,
+        Literal[tuple(ACTIVATIONS)],  # type: ignore[valid-type]
         typer.Option(
             help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
             "--k, has the least error, in 2 to 3 times the time.",
-            **one_of(ACTIVATIONS),
         ),
     ] = "relu",
     data: Annotated[
@@ -258,7 +258,7 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
         documents += results
         errors |= failed
     if processes.is_main:
-        _draw_curves(session, [Path(document["path"]) for document in documents])
+        _draw_curves([Path(document["path"]) for document in documents])
     shown: list[Any] = []
     if documents:  # else all have failed
         shown = [
@@ -277,17 +277,12 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
         session.console.note(str(error))
 
 
-def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
+def _draw_curves(folders: Sequence[Path]) -> None:
     from ..show.pictures import loss_curves  # matplotlib takes a second to import
     from ..train.runs import read_metrics
 
     for folder in folders:
-        try:
-            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
+        loss_curves(folder / "loss.png", folder.name, read_metrics(folder))
 
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:

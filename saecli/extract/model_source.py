@@ -157,7 +157,7 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
         return _on_hub(name, revision)
     if revision is not None:
         raise ConfigError(
-            f"--model-revision does nothing with {name}, which is not on the hub; leave it out"
+            f"a revision does nothing with {name}, which is not on the hub; leave it out"
         )
     if file is not None:
         config = _config(name, str(file))

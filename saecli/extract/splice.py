@@ -163,7 +163,7 @@ def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
 
 
 def model_of(
-    saes: Sequence[Hooked], name: str | None, revision: str | None, listener: Listener
+    saes: Sequence[Hooked], name: str | None, listener: Listener, revision: str | None = None
 ) -> "ModelSource":
     """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
     loads no weights."""

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
+from ..base.options import demand_known, options_of
 from ..measure.measured import ChosenRows, Measured, RowsLike, held_out, spread_out
 from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
@@ -33,18 +33,17 @@ from ..sae.library import SAELike
 from ..store.reader import Rows
 from ..store.split import Which
 from .cells import Cells, agreement, cells_of
-from .references import Stream, measure_references
+from .options import SAMPLE_ROWS, Settings
+from .references import measure_references
 
 KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
 QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
-SAMPLE_ROWS = 50_000  # rows kept for the references
-SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
+SAMPLE_BYTES = 2**28  # of rows kept for the references, in float32, at most, 256 MiB
 AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, 10 seconds on two cores
 RANK_ROWS = 100  # rows of whose cells the map's rank is computed
 SAMPLE_SEED = 0
-STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
 HELD_OUT_ROWS = 10_000  # held-out rows whose margins are compared with training rows'
 
 
@@ -111,43 +110,28 @@ class Survey:
     sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
 
 
-@dataclass(frozen=True)
-class Settings:
-    rows: int = 100_000
-    fit_rows: int = SAMPLE_ROWS
-    radius: float = 0.01
-
-    def __post_init__(self) -> None:
-        demand_at_least("rows", self.rows)
-        demand_at_least("fit_rows", self.fit_rows)
-        if not 0 < self.radius < math.inf:
-            raise ConfigError(f"--radius must be a number above 0, got {self.radius:g}")
-
-
 def geometry(
     sae: SAELike = None,
     data: RowsLike = None,
     *,
     split: Which = "test",
-    rows: int = 100_000,
-    fit_rows: int = SAMPLE_ROWS,
-    radius: float = 0.01,
     home: str | Path | None = None,
     progress: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure the spline that an SAE is: cells, power diagram, margins, references. CLI equivalent: `sae geometry`.
 
     Args:
         sae, data, split, home, progress: as in `evaluate`; data is a store or rows of one, since the references are
             fitted on its training rows.
-        rows: most rows to measure; of more, a random sample.
-        fit_rows: most training rows that the references are fitted on.
-        radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
+        **options: `rows`, the most to measure; `fit_rows`, the most training rows that the references are fitted on;
+            `radius` of the local complexity, as a fraction of the rows' median distance to their mean.
 
     Returns:
         The document that `sae geometry --json` prints for a run. `saecli.draw("geometry", ...)` draws it.
     """
-    settings, listener = Settings(rows, fit_rows, radius), listening(progress)
+    demand_known("geometry", options, options_of(Settings), "geometry")
+    settings, listener = Settings(**options), listening(progress)
     run = ChosenRows(Home.at(home), data, split, "cpu", listener).with_sae(sae)
     return measure_geometry(run, settings, listener).document
 
@@ -176,21 +160,29 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
     with listener.progress(words, None, "steps"):
         seed, fraction = run.subject.split_seed, run.subject.fraction
         training_rows = run.store.split("train", fraction=fraction, seed=seed)
-        train = _in_memory(training_rows, sample_capacity(run.sae.d_in, settings.fit_rows))
+        capacity = sample_capacity(run.sae.d_in)
+        # More rows than the default are held as asked for, whatever memory they take.
+        most = settings.fit_rows
+        if most <= SAMPLE_ROWS:
+            most = min(most, capacity)
+        train = _in_memory(training_rows, most)
         distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
         radius = settings.radius * float(np.median(distances))
         margins = {split: survey.margins}
         complexity = {split: local_complexity(cells, sample, radius)}
         other = {"test": "train", "train": "test"}.get(split)
         if other is not None:
-            rows = train if other == "train" else _in_memory(held_out(run).of_store, HELD_OUT_ROWS)
+            rows = (
+                spread_out(train, capacity)
+                if other == "train"
+                else _in_memory(held_out(run).of_store, HELD_OUT_ROWS)
+            )
             batches = torch.from_numpy(rows).split(batch_size(run.sae.d_sae))
             margins[other] = np.concatenate(
                 [margins_of(cells, x, cells.pre_activations(x)) for x in batches]
             )
             complexity[other] = local_complexity(cells, rows, radius)
-        stream = training_stream(training_rows, settings.fit_rows)
-        references = measure_references(run.sae, sample, train, round(census.l0), stream)
+        references = measure_references(run.sae, sample, train, round(census.l0))
         most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
         diagram = agreement(cells, torch.from_numpy(spread_out(sample, most)).split(64))
         rank = rank_measures(cells, sample)
@@ -234,18 +226,6 @@ def _batches(run: Measured, count: int, listener: Listener) -> Iterator[Tensor]:
             yield torch.from_numpy(batch)
             done += len(batch)
             show(done)
-
-
-def training_stream(rows: Rows, most: int) -> Stream | None:
-    """At most `most` of the rows that a run was trained on; None if a sample in memory suffices.
-
-    A sample suffices for up to 50,000 rows, even if memory holds few of them: scatter matrices of wide rows take so
-    much memory that a stream leaves local PCA fewer cells.
-    """
-    count = min(most, rows.rows)
-    if count <= max(SAMPLE_ROWS, sample_capacity(rows.d_in, most)):
-        return None
-    return Stream(count, lambda: _sample(rows, count, max(1, STREAM_BYTES // (4 * rows.d_in))))
 
 
 def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
@@ -324,9 +304,9 @@ def batch_size(d_sae: int) -> int:
     return max(16, min(1024, BATCH_CODES // d_sae))
 
 
-def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
-    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
-    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
+def sample_capacity(d_in: int) -> int:
+    """Rows of a sample: 50,000, or fewer to stay within 256 MiB."""
+    return max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * d_in)))
 
 
 def rank(sae: SAE, support: Tensor) -> int:

@@ -13,8 +13,6 @@ autoencoder. Shapes: N training rows, M rows measured, D = d_in, C cells, r = ra
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,24 +28,13 @@ CAREFUL_WORK = 3 * 10**8
 MINIBATCH_WORK = 10**12  # N C D of all passes of mini-batches at most, 20 seconds on two cores
 PASSES = 3  # over the rows in mini-batches
 BATCH = 4096
-SCATTER = 2**27  # numbers in the scatter matrices of streamed local PCA at most, 1 GiB
 CODES = 2**22  # codes at a time, 16 MiB in float32
 
 Rows = NDArray[np.floating]
 Labels = NDArray[np.integer]
 
 
-@dataclass(frozen=True)
-class Stream:
-    """N training rows: `batches` reads them all, (B, D) each, in the same random order each time."""
-
-    rows: int
-    batches: Callable[[], Iterable[Rows]]
-
-
-def measure_references(
-    sae: SAE, rows: Rows, train: Rows, rank: int, stream: Stream | None = None
-) -> dict[str, Any]:
+def measure_references(sae: SAE, rows: Rows, train: Rows, rank: int) -> dict[str, Any]:
     """Fit k-means and local PCA on training rows; measure them and the SAE on rows, (M, D), M > 0.
 
     k-means has `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one.
@@ -55,24 +42,15 @@ def measure_references(
     Args:
         train: rows to fit on, (N, D), N > 0.
         rank: of local PCA: the SAE's rank on its own cells, K or the mean L0; at most D is used.
-        stream: N rows to fit on instead, with `train` a sample of them; cells are limited by the sample, for local
-            PCA by `SCATTER / D^2`.
 
-    Cost: two k-means fits of at most `MINIBATCH_WORK` products, and an SVD per cell; of a stream two passes, N C D
-    each, and N D^2.
+    Cost: two k-means fits of at most `MINIBATCH_WORK` products, and an SVD per cell.
     """
     rank = min(rank, train.shape[1])
-    fitted_rows = stream.rows if stream else len(train)
     counts = [
-        max(1, min(sae.d_sae, fitted_rows // per_cell))
+        max(1, min(sae.d_sae, len(train) // per_cell))
         for per_cell in (ROWS_PER_CELL, ROWS_PER_CELL * max(1, rank))
     ]
-    fits: Sequence[LocalPCA]
-    if stream:
-        fits = _fit_stream(train, stream, counts)
-    else:
-        fits = [LocalPCA(train, kmeans_centres(train, count)) for count in counts]
-    kmeans, local_pca = fits
+    kmeans, local_pca = (LocalPCA(train, kmeans_centres(train, count)) for count in counts)
     return {
         "kmeans_fvu": fvu(rows, kmeans.reconstruct(rows, 0)),
         "sae_fvu": fvu(rows, reconstruct(sae, rows)),
@@ -80,7 +58,7 @@ def measure_references(
         "kmeans_cells": len(kmeans.centres),
         "local_pca_cells": len(local_pca.centres),
         "local_pca_rank": rank,
-        "rows_fitted": fitted_rows,
+        "rows_fitted": len(train),
         "rows_measured": len(rows),
     }
 
@@ -115,7 +93,7 @@ def kmeans_centres(train: Rows, count: int) -> Rows:
         estimator = KMeans(count, n_init=1, random_state=0)
     else:
         estimator = MiniBatchKMeans(
-            _affordable(train, count),
+            max(1, min(count, MINIBATCH_WORK // (PASSES * train.size))),
             n_init=1,
             random_state=0,
             init="random",
@@ -138,7 +116,7 @@ def nearest(rows: Rows, centres: Rows) -> Labels:
 
 
 class LocalPCA:
-    """Local PCA on the cells nearest to centres, (C, D), fitted on training rows in memory, (N, D).
+    """Local PCA on the cells nearest to centres, (C, D), fitted on training rows, (N, D).
 
     `labels`, (N,), are the training rows' cells if others than the nearest. A centre stands in for the mean of a cell
     without training rows.
@@ -179,40 +157,6 @@ class LocalPCA:
         return result
 
 
-class StreamedPCA(LocalPCA):
-    """Local PCA fitted on a stream, from exact sums about centres, (C, D), near the cells' means, against rounding.
-
-    `with_directions`: whether ranks above 0 are wanted, for 8 C D^2 bytes. scikit-learn's IncrementalPCA takes 4.5
-    times as long for 64 of 768 directions, and needs batches with that many rows of each cell.
-    """
-
-    def __init__(self, centres: Rows, with_directions: bool) -> None:
-        C, D = centres.shape
-        width = D if with_directions else 0
-        self.centres = centres.astype(np.float64)
-        self.counts = np.zeros(C, np.int64)
-        self._sums = np.zeros((C, D))
-        self._products = np.zeros((C, width, width))
-
-    def add(self, rows: Rows, labels: Labels) -> None:
-        """Add training rows, (B, D), of those cells, (B,)."""
-        for cell in np.unique(labels):
-            offset = rows[labels == cell] - self.centres[cell]
-            self.counts[cell] += len(offset)
-            self._sums[cell] += offset.sum(0)
-            if self._products.size:
-                self._products[cell] += offset.T @ offset
-
-    def mean(self, cell: int) -> Rows:
-        return self.centres[cell] + self._sums[cell] / max(1, self.counts[cell])
-
-    def directions(self, cell: int) -> Rows:
-        count = max(1, int(self.counts[cell]))
-        mean = self._sums[cell] / count
-        covariance = self._products[cell] / count - np.outer(mean, mean)
-        return _directions_of(covariance, min(count - 1, len(mean)))
-
-
 def principal_directions(rows: Rows) -> Rows:
     """All principal directions of rows about zero, (N, D), orthonormal, (D, r), those of largest variance first;
     float64, r = min(N - 1, D). Cost: O(N D min(N, D))."""
@@ -220,42 +164,10 @@ def principal_directions(rows: Rows) -> Rows:
     r = max(0, min(N - 1, D))
     if N <= D and r:
         return np.linalg.svd(rows, full_matrices=False)[2][:r].T
-    return _directions_of(rows.T @ rows, r)
-
-
-def _directions_of(covariance: Rows, r: int) -> Rows:
-    return np.linalg.eigh(covariance)[1][:, ::-1][:, :r]
+    return np.linalg.eigh(rows.T @ rows)[1][:, ::-1][:, :r]
 
 
 def members(labels: Labels, count: int) -> list[NDArray[np.int64]]:
     """The rows in each of `count` cells, given the cell of each row."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.searchsorted(labels[order], np.arange(1, count)))
-
-
-def _fit_stream(sample: Rows, stream: Stream, counts: Sequence[int]) -> list[StreamedPCA]:
-    """k-means and local PCA with about `counts` cells, from two passes: one for centres, by MiniBatchKMeans from those
-    of the sample, and one for sums."""
-    from sklearn.cluster import MiniBatchKMeans  # half a second that only this needs
-
-    means, pieces = (_affordable(sample, min(count, len(sample))) for count in counts)
-    pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
-    estimators = [
-        MiniBatchKMeans(count, n_init=1, random_state=0, init="random").partial_fit(sample)
-        for count in (means, pieces)
-    ]
-    for rows in stream.batches():
-        for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
-            for estimator in estimators:
-                estimator.partial_fit(batch)
-    kmeans, cells = (estimator.cluster_centers_ for estimator in estimators)
-    fits = [StreamedPCA(kmeans, with_directions=False), StreamedPCA(cells, with_directions=True)]
-    for batch in stream.batches():
-        for fit in fits:
-            fit.add(batch, nearest(batch, fit.centres))
-    return fits
-
-
-def _affordable(train: Rows, count: int) -> int:
-    """`count` cells, or fewer if three passes over rows, (N, D), would exceed `MINIBATCH_WORK`."""
-    return max(1, min(count, MINIBATCH_WORK // (PASSES * train.size)))

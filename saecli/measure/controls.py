@@ -56,7 +56,7 @@ from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
 from ..train.runs import reopen_run
 from ..train.training import Record, start_training
-from .evaluate import check_model, evaluate_all, models_to_splice
+from .evaluate import check_model, check_tokens, evaluate_all
 from .measured import Measured
 from .stability import matching
 
@@ -75,7 +75,6 @@ def controls(
     run: str | Path | None = None,
     *,
     model: str | None = None,
-    model_revision: str | None = None,
     tokens: int | None = None,
     seeds: int = SEEDS,
     device: str = "auto",
@@ -86,9 +85,8 @@ def controls(
 
     Args:
         run: name of a finished run of `sae train`; None for the newest run.
-        model: hub id, folder or GGUF file of the language model that the rows came from, for the control with random
-            weights, and for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
-        model_revision: branch, tag or commit of a hub model; None for the one that the rows came from.
+        model: the language model that the rows came from, as in `evaluate`, for the control with random weights, and
+            for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
         tokens: held-out tokens that the model is run over, as in `evaluate`.
         seeds: trainings of each control, and of the run, at least 1. The first has the run's seed and is measured; the
             others are for `stability`.
@@ -105,17 +103,17 @@ def controls(
     model's are in memory, 4 bytes per number; a control whose rows take more than half of the free memory is left out.
     """
     listener = listening(progress)
-    models = models_to_splice(model, model_revision, tokens)
+    check_tokens(tokens, model)
     demand_at_least("seeds", seeds)
     run_rows, plan = _original(Home.at(home), run, device, listener)
-    if models is not None:
+    if model is not None:
         specs = dict.fromkeys(str(spec_of(rows.store.meta.source)) for rows in run_rows.rows.inputs)
         if len(specs) > 1:
             raise ConfigError(
                 f"--model does nothing for {run_rows.subject.name}, a crosscoder of {' and '.join(specs)}: "
                 "random weights are drawn for one model; leave it out"
             )
-        ((_, source), *_) = check_model(run_rows, models)
+        ((_, source), *_) = check_model(run_rows, model)
         model = source.spec
     first = plan.training.seed
     work = _Work(run_rows, plan, range(first, first + seeds), listener, [])

@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
-from ..extract.options import HookPoint, at_revisions
+from ..extract.options import HookPoint
 from ..extract.splice import (
     READ,
     check_rows,
@@ -99,32 +99,31 @@ def _firing_by_source(
 
 
 def evaluate(
-    sae: SAELike = None,
+    sae: SAELike | Sequence[SAELike] = None,
     data: RowsLike = None,
     *,
     target: ArrayLike | str | None = None,
     split: Which = "test",
     model: str | Sequence[str] | None = None,
-    model_revision: str | Sequence[str] | None = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """Measure an SAE on rows; CLI equivalent: `sae eval`.
+) -> Any:
+    """Measure SAEs on rows; CLI equivalent: `sae eval`.
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
 
     Args:
-        sae: an SAE, a run's name or whatever else `load_sae` takes; None for the newest run.
+        sae: an SAE, a run's name or whatever else `load_sae` takes, or a list of them; None for the newest run.
         data: a store or its name in the home, read at `split`; or rows chosen from a store, or rows in memory (N, D),
             all of which are measured; None for the store that the run was trained on, else the newest.
         target: the targets of a transcoder: a store's name next to another's, or for rows in memory an array (N, E);
             None for the store that the run was trained on.
         split: test, the rows held out; train, those trained on; or all.
         model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
-            it; of a crosscoder of several models all of them.
-        model_revision: branch, tag or commit of a hub model; None for the one that the rows came from.
+            it; of a crosscoder of several models all of them. ID@REVISION is a branch, tag or commit on the hub, by
+            default the commit that the rows came from.
         tokens: number of the split's tokens that the model is run over; by default 16,384, less for several SAEs.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
@@ -134,46 +133,25 @@ def evaluate(
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
         `extract.passes.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
-        models only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on
-        the rows of each, with a model over as many tokens again.
+        models only so; and `unbeaten`, see there, None for an SAE alone on its rows; for a mixture of texts `sources`,
+        the same measures on the rows of each, with a model over as many tokens again. For a list of SAEs, a list.
     """
-    models, listener = models_to_splice(model, model_revision, tokens), listening(progress)
+    check_tokens(tokens, model)
+    listener = listening(progress)
     chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
-    (document,) = compare_measured([chosen_rows.with_sae(sae)], models, tokens, listener)
-    return document
-
-
-def compare(
-    saes: Sequence[SAELike],
-    data: RowsLike = None,
-    *,
-    target: ArrayLike | str | None = None,
-    split: Which = "test",
-    model: str | Sequence[str] | None = None,
-    model_revision: str | Sequence[str] | None = None,
-    tokens: int | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> list[dict[str, Any]]:
-    """`evaluate` several SAEs, and mark those that no other on the same rows beats; see `unbeaten`.
-
-    Returns:
-        The result of `evaluate` for each SAE in the order given; `unbeaten` is None for an SAE alone on its rows.
-    """
-    models, listener = models_to_splice(model, model_revision, tokens), listening(progress)
-    chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
-    return compare_measured(chosen_rows.with_all(saes), models, tokens, listener)
+    several: Sequence[Any] = sae if isinstance(sae, list | tuple) else [sae]
+    documents = compare_measured(chosen_rows.with_all(several), model, tokens, listener)
+    return documents if several is sae else documents[0]
 
 
 def compare_measured(
     measured_saes: Sequence[Measured],
-    models: str | Sequence[str] | None,
+    model: str | Sequence[str] | None,
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """As `compare`, for SAEs with their rows."""
-    documents = evaluate_all(measured_saes, models, tokens, listener)
+    """As `evaluate`, for SAEs with their rows."""
+    documents = evaluate_all(measured_saes, model, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     for document in documents:
         document["unbeaten"] = None
@@ -210,18 +188,13 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     ]
 
 
-def models_to_splice(
-    model: str | Sequence[str] | None,
-    revision: str | Sequence[str] | None,
-    tokens: int | None,
-) -> str | list[str] | None:
-    """Models at their revisions; ConfigError for a revision or a number of tokens without a model."""
+def check_tokens(tokens: int | None, model: str | Sequence[str] | None) -> None:
+    """ConfigError for a number of tokens below 1 or without a model."""
     if tokens is not None and model is None:
         raise ConfigError(
             "--tokens does nothing without --model; leave it out, or name the language model"
         )
     demand_at_least("tokens", tokens)
-    return at_revisions(model, revision)
 
 
 def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":

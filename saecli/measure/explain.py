@@ -25,6 +25,7 @@ from .excerpts import Corpus, LatentExcerpts, excerpts_of, gather
 from .judge import COUNTS, KINDS, judge
 from .judge import SCORES as JUDGED
 from .labels import LABELS, Label, Labels, add_labels, others_labels, read_labels, shown
+from .latents import chosen_latents
 from .measured import ChosenRows, Measured, RowsLike
 from .probes import means_and_intervals
 from .rules import Rule, Tokens, choose_rules, score, shuffled
@@ -71,10 +72,7 @@ def explain(
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)
     subject, d_sae = opened[0], opened[1].sae.d_sae
-    chosen = None if latents is None else np.unique(np.ravel(latents))
-    if chosen is not None and not (len(chosen) and chosen[0] >= 0 and chosen[-1] < d_sae):
-        last = f"{d_sae - 1}, the last of {subject.name}"
-        raise ConfigError(f"--latent must be from 0 to {last}, got {latents}")
+    chosen = None if latents is None else chosen_latents(latents, d_sae, subject.name)
     path = _place(home, sae, subject, out)
     if labels is not None:
         if any(given is not None for given in (data, latents, count, server.endpoint)):

@@ -24,7 +24,7 @@ from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.reader import in_words
-from .evaluate import evaluate_all, models_to_splice
+from .evaluate import check_tokens, evaluate_all
 from .measured import ChosenRows, Measured, RowsLike
 
 if TYPE_CHECKING:
@@ -263,7 +263,6 @@ def push(
     private: bool = False,
     format: str = "auto",
     model: str | None = None,
-    model_revision: str | None = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
@@ -287,7 +286,7 @@ def push(
     choices = ("auto", *WRITABLE)
     if formats.named(format) not in choices:
         raise unknown_choice("format", format, choices)
-    models = models_to_splice(model, model_revision, tokens)
+    check_tokens(tokens, model)
     demand_takes_sets(formats.named(format), len(several))
     address = _folder_address(repo, several)
     listener = listening(progress)
@@ -297,7 +296,7 @@ def push(
     conversions = [_conversion(each, formats.named(format), listener) for each in measured_saes]
     pairs = [*zip(measured_saes, conversions, strict=True)]
     written = [replace(each, saved=conversion.written) for each, conversion in pairs]
-    measures = evaluate_all(written, models, tokens, listener)
+    measures = evaluate_all(written, model, tokens, listener)
     for each, conversion in pairs:
         conversion.note_losses(each.subject.name, listener)
     to = conversions[0].format

@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from ..base.errors import ConfigError
 from ..extract.options import COLUMNS
 from ..extract.tokenizer import ROLES
 from ..sae.codes import Codes, SparseCodes, in_cache
@@ -39,6 +41,16 @@ TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 NOT_STORED = 255  # in place of the role of a token that is no row
 LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
 WINDOWS = 128  # examined before the smallest examples are updated
+
+
+def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> NDArray[np.int64]:
+    """Latents of the SAE of this name in order, each once; ConfigError for a number that it lacks."""
+    chosen = np.unique(np.ravel(latents))
+    if not (len(chosen) and chosen[0] >= 0 and chosen[-1] < d_sae):
+        raise ConfigError(
+            f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {latents}"
+        )
+    return chosen
 
 
 class Texts(NamedTuple):

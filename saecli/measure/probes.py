@@ -66,7 +66,6 @@ def probe(
     saes: SAELike | Sequence[SAELike] = None,
     *,
     model: str | None = None,
-    model_revision: str | None = None,
     layer: int | None = None,
     site: str | None = None,
     module: str | None = None,
@@ -82,8 +81,8 @@ def probe(
 
     Args:
         saes: one or several, as in `evaluate`.
-        model: hub id, folder or GGUF file; None for the language model whose activations the SAEs were trained on.
-        model_revision: its branch, tag or commit on the hub; None for the one that the SAEs' files name.
+        model: hub id, also ID@REVISION, folder or GGUF file; None for the language model whose activations the SAEs
+            were trained on, at their commit.
         layer, site, or module: the hook point that the SAEs read, if their files do not say.
         sets: names of the sets of sae-probes, their numbers, or patterns; as one text, separated by commas; None for
             all 113.
@@ -110,7 +109,7 @@ def probe(
     place = place_given(layer, site, module)
     probed = [hooked(each, *place) for each in opened]
     _check(probed, k)
-    source = model_of(probed, model, model_revision, listener)
+    source = model_of(probed, model, listener)
     labelled_sets = Sets()
     names = labelled_sets.chosen(sets)
     context = context or min(CONTEXT, source.positions or CONTEXT)

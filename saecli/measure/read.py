@@ -204,7 +204,7 @@ def read(
             last = f"{sae_at.sae.d_sae - 1}, the last of {sae_at.name}"
             raise ConfigError(f"--latent must be from 0 to {last}, got {latent}")
     labels = shown_labels(opened[0].folder)
-    source = model_of([sae_at], model, None, listener)
+    source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
     reader = _Reader(sae_at, loaded, opened[1].origin.get("prepend_bos") is not False)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]

@@ -169,21 +169,21 @@ def refit_run(
     chosen_rows: ChosenRows,
     *,
     name: str | None = None,
-    models: str | Sequence[str] | None = None,
+    model: str | Sequence[str] | None = None,
     tokens: int | None = None,
 ) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on the rows chosen of it, and save a run, by default
     `refit-NAME`; returns the document that `sae refit --json` prints. RunError if FVU did not fall there.
 
-    models, tokens: to measure the effect on a language model, as in `evaluate_all`.
+    model, tokens: to measure the effect on a language model, as in `evaluate_all`.
     """
     home, listener = chosen_rows.home, chosen_rows.listener
     before = chosen_rows.with_sae(run)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
-    if models is not None:
-        check_model(before, models)
+    if model is not None:
+        check_model(before, model)
     created, began = now(), time.monotonic()
     refitted = refit_decoder(before.sae, _training_rows(before), listener, _is_own(before))
     seconds = time.monotonic() - began
@@ -193,7 +193,7 @@ def refit_run(
         subject=replace(before.subject, name=folder.name, dead_fraction=refitted.dead_fraction),
         saved=SavedSAE(refitted.sae, before.saved.origin | origin),
     )
-    measures = evaluate_all([before, after], models, tokens, listener)
+    measures = evaluate_all([before, after], model, tokens, listener)
     old, new = (document["fvu"] for document in measures)
     if new > old:
         raise RunError(

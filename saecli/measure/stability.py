@@ -71,7 +71,9 @@ def stability(
     arXiv:2505.20254 (PW-MCC); Paulo and Belrose, "Sparse Autoencoders Trained on the Same Data Learn Different
     Features", arXiv:2501.16615 (the threshold).
     """
-    check_stability(len(saes), match_threshold)
+    if not 0 <= match_threshold < 1:
+        raise ConfigError(f"match_threshold must be in [0, 1), got {match_threshold}")
+    demand_several(len(saes))
     listener = listening(progress)
     if data is None:
         opened = [open_sae(Home.at(home), sae, listener) for sae in saes]
@@ -79,11 +81,11 @@ def stability(
         models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
         return _document(names, models, None, match_threshold, listener)
     measured = ChosenRows(Home.at(home), data, split, device, listener).with_all(saes)
-    return stability_of(measured, match_threshold, listener)
+    return stability_of(measured, listener, match_threshold)
 
 
 def stability_of(
-    measured: Sequence[Measured], match_threshold: float, listener: Listener
+    measured: Sequence[Measured], listener: Listener, match_threshold: float = MATCH_THRESHOLD
 ) -> dict[str, Any]:
     """As `stability`, for SAEs with their rows."""
     names = check_comparable([(each.subject, each.sae) for each in measured])
@@ -91,9 +93,7 @@ def stability_of(
     return _document(names, [each.sae for each in measured], frequencies, match_threshold, listener)
 
 
-def check_stability(saes: int, match_threshold: float) -> None:
-    if not 0 <= match_threshold < 1:
-        raise ConfigError(f"--match-threshold must be in [0, 1), got {match_threshold}")
+def demand_several(saes: int) -> None:
     if saes < 2:
         raise ConfigError(
             f"--stability compares runs that differ in seed: expected two or more, got {saes or 'none'}; "

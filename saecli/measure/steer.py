@@ -195,7 +195,6 @@ def steer(
     method: str = "add",
     scale: float | Sequence[float] | None = None,
     model: str | None = None,
-    model_revision: str | None = None,
     layer: int | None = None,
     site: str | None = None,
     module: str | None = None,
@@ -222,8 +221,8 @@ def steer(
     seed = seed or 0
     prompts = [prompts] if isinstance(prompts, str) else prompts
     listener, home = listening(progress), Home.at(home)
-    if model is not None and model_revision is not None:
-        model, model_revision = find_model(model, model_revision).spec, None
+    if model is not None and "@" in model:  # a branch or a tag, where SAEs name a commit
+        model = find_model(model).spec
     opened = open_sae(home, sae, listener)
     sae_at = _hooked(opened, method, model, *place_given(layer, site, module))
     change = _change(sae_at, method, latents, scale)
@@ -242,7 +241,7 @@ def steer(
                     f"does not fire on {counted(store_rows or 0, 'row')} of the run's store"
                 )
         change = change._replace(scales=largest)
-    source = model_of([sae_at], model, model_revision, listener)
+    source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     prepend_bos = opened[1].origin.get("prepend_bos") is not False
     prefix = affixes(loaded.tokenizer, prepend_bos).prefix

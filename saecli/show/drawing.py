@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from ..base.console import listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
-from ..geometry.geometry import Settings, measure_geometry
+from ..geometry.geometry import measure_geometry
+from ..geometry.options import Settings
 from ..measure.evaluate import compare_measured, sparsity_document
 from ..measure.measured import ChosenRows, RowsLike
 from ..measure.stability import stability
@@ -36,7 +37,7 @@ def draw(
     """Figures as by a command's `--plot`: loss, frontier (`sae eval`), sparsity, geometry, stability or probe.
 
     Args:
-        saes: as in `load_sae`; none for the newest run. loss takes names of runs, geometry one SAE.
+        saes: as in `load_sae`; none for the newest run. loss takes names of runs, a figure each; geometry one SAE.
         data, split, device, home, progress: as in `evaluate`.
         **options: further options of `geometry` (with `slice_`), `probe` or `stability`.
     """
@@ -46,8 +47,10 @@ def draw(
     if picture == "loss":
         names = [None if name is None else str(name) for name in saes or [None]]
         folders = [at.runs.find(name) for name in names]
-        lines = {folder.name: read_metrics(folder) for folder in folders}
-        return [pictures.loss_curves(None, lines, **options)]
+        return [
+            pictures.loss_curves(None, folder.name, read_metrics(folder), **options)
+            for folder in folders
+        ]
     if picture == "probe":
         from ..measure.probes import probe  # imports transformers, which takes seconds
 

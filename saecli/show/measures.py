@@ -1,10 +1,7 @@
 """Tables of the documents that measure returns."""
 
-import csv
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,17 +154,6 @@ def flat(run: Document) -> dict[str, Any]:
     for index, place in enumerate(line.pop("hook_points", ())):
         line |= {f"{name}_at_{index}": place[name] for name in EFFECT[:-1]}
     return line
-
-
-def read_measures(path: Path) -> list[dict[str, Any]]:
-    """The file that `sae eval --csv` wrote, a mapping per run: names as text, `unbeaten` as bool, all else as float."""
-    kinds: dict[str, Callable[[str], Any]] = defaultdict(lambda: lambda word: float(word or "nan"))
-    kinds |= {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            {name: kinds[name](word) for name, word in line.items()}
-            for line in csv.DictReader(file)
-        ]
 
 
 def extremes(run: Document) -> str:

@@ -40,56 +40,35 @@ FVU_LABEL = "fraction of variance unexplained (FVU)"
 FREQUENCY_LABEL = "fraction of rows a latent fires on"
 
 
-def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Document]]) -> Figure:
-    """Draw FVU and L0 of training batches and held-out rows by step, given for each name its `metrics.jsonl`.
-
-    Of runs whose L0 was chosen, as with topk, the legend names it in place of a panel.
-    """
-    l0s = [_chosen_l0(lines) for lines in runs.values()]
-    chosen = None not in l0s
-    panels = {"fvu": FVU_LABEL} if chosen else {"fvu": FVU_LABEL, "l0": L0_LABEL}
-    with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
-        every_axes = drawn.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (measure, label) in zip(every_axes, panels.items(), strict=True):
-            for index, lines in enumerate(runs.values()):
-                style = line_style(index)
-                batches, rows = (  # steps and values, (2, any number) each
-                    np.array(curve(lines, f"{of}_{measure}"), float).reshape(-1, 2).T
-                    for of in ("batch", "test")
-                )
-                dot = "o" if batches.shape[1] == 1 else ""
-                axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
-                axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
+def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figure:
+    """Draw FVU and L0 of a run's training batches and held-out rows by step, given its `metrics.jsonl`."""
+    style = line_style(0)
+    with figure(path, 9, 3.6) as drawn:
+        panels = {"fvu": FVU_LABEL, "l0": L0_LABEL}
+        for axes, (measure, label) in zip(drawn.subplots(1, 2), panels.items(), strict=True):
+            batches, rows = (  # steps and values, (2, any number) each
+                np.array(curve(lines, f"{of}_{measure}"), float).reshape(-1, 2).T
+                for of in ("batch", "test")
+            )
+            dot = "o" if batches.shape[1] == 1 else ""
+            axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
+            axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
             axes.set(xlabel="step", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            values = np.concatenate([[], *(line.get_ydata() for line in axes.lines)])
+            values = np.concatenate([batches[1], rows[1]])
             if not len(values):
                 say_empty(axes)
             elif measure == "l0":  # with room above, for a curve that is flat at the top
                 axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
             elif (values > 0).any():
                 log_scale(axes, "y")
-        titles = [short(name) for name in runs]
-        if chosen:
-            titles = [f"{title}, L0 {l0:g}" for title, l0 in zip(titles, l0s, strict=True)]
+        drawn.suptitle(short(name), fontsize=10)
         handles = [
-            Line2D([], [], color=GREY, alpha=0.6, linewidth=1),
-            Line2D([], [], color=GREY, marker="o"),
+            Line2D([], [], **style, alpha=0.6, linewidth=1),
+            Line2D([], [], **style, marker="o"),
         ]
-        labels = ["training batches, averaged", "held-out rows"]
-        if len(runs) > 1:
-            handles, labels = _run_handles(len(runs)) + handles, titles + labels
-        elif titles:
-            drawn.suptitle(titles[0], fontsize=10)
-        legend_below(drawn, handles, labels)
+        legend_below(drawn, handles, ["training batches, averaged", "held-out rows"])
     return drawn
-
-
-def _chosen_l0(lines: Sequence[Document]) -> float | None:
-    """The L0 of all batches and held-out rows if it is the same number."""
-    # Rounded, since the averages of batches may be 15.999999999999998 for 16.
-    values = {round(l0, 1) for key in ("batch_l0", "test_l0") for _, l0 in curve(lines, key)}
-    return values.pop() if len(values) == 1 else None
 
 
 def _run_handles(count: int) -> list[Line2D]:
@@ -104,26 +83,20 @@ def _draw_threshold(axes: Axes, x: float, words: str) -> None:
 
 def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
     """Draw the distributions of L0 over rows and of firing frequency over latents, given for each name the number of
-    rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,).
-
-    Of runs whose L0 was chosen, as with topk, the legend names it in place of a panel.
-    """
+    rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,)."""
     l0s = [np.asarray(l0) for l0, _ in runs.values()]
     frequencies = [np.asarray(frequency) for _, frequency in runs.values()]
-    chosen = all(np.count_nonzero(l0) == 1 for l0 in l0s)
     labels = []
     for name, l0, frequency in zip(runs, l0s, frequencies, strict=True):
-        words = f"L0 {l0.argmax():,}, " if chosen else ""
-        words += f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
-        labels.append(f"{short(name)} ({words} on these {counted(int(l0.sum()), 'row')})")
-    with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
-        *others, right = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
-        for left in others:
-            for index, l0 in enumerate(l0s):
-                rows, edges = l0_bins(l0, BINS)
-                left.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=1.6)
-            left.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
-            left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        silent = f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
+        labels.append(f"{short(name)} ({silent} on these {counted(int(l0.sum()), 'row')})")
+    with figure(path, 9, 3.6) as drawn:
+        left, right = drawn.subplots(1, 2)
+        for index, l0 in enumerate(l0s):
+            rows, edges = l0_bins(l0, BINS)
+            left.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=1.6)
+        left.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
+        left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         edges = frequency_edges(*frequencies)
         for index, frequency in enumerate(frequencies):
             latents = np.histogram(frequency[frequency > 0], edges)[0]

@@ -92,35 +92,30 @@ def _longest_word(column: Sequence[Text]) -> int:
     return max(map(cell_len, words), default=0)
 
 
-TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows
 # Most wanted first: on a narrow terminal the last ones stand in a table below.
-STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created", "norms", "dropped", "shards")
+STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created")
 RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "created", "data", "bytes")
-HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
+HEADS = {"bytes": "size", "created": "begun"}
 
 
 def stored_tables(document: Document) -> list[RenderableType]:
-    """`store.opening.stores_document`'s document: a store's facts; of several what they share, then a line for each."""
+    """`store.opening.stores_document`'s document: a store's facts, or a line for each of several."""
     stores = document.get("stores", [document])
     cached = all(store["cached"] for store in stores)
     title = "stored already, by the same request" if cached else "stored"
-    facts = [_store_facts(store) for store in stores]
     if len(stores) == 1:
-        return [table(title, ["", stores[0]["name"]], [*facts[0].items()])]
-    for of_store in facts:
-        of_store["path"] = str(Path(of_store["path"]).parent)
-    labels = [*dict.fromkeys(label for of_store in facts for label in of_store)]
-    columns = {label: [of_store.get(label) for of_store in facts] for label in labels}
-    shared = [[label, values[0]] for label, values in columns.items() if len(set(values)) == 1]
-    own = [label for label, values in columns.items() if len(set(values)) > 1]
-    rows = [
-        [store["name"], *(columns[label][number] for label in own)]
-        for number, store in enumerate(stores)
+        return [table(title, ["", stores[0]["name"]], [*_store_facts(stores[0]).items()])]
+    lines = [
+        {
+            **{name: store["source"].get(name) for name in ("model", "layer", "site")},
+            **{name: store[name] for name in ("name", "rows", "d_in", "path")},
+            "median norm": store["norms"] and store["norms"]["median"],
+        }
+        for store in stores
     ]
-    return [
-        table(f"{title}: {len(stores)} stores of the same tokens", ["", "each"], shared),
-        table(None, ["store", *own], rows),
-    ]
+    title = f"{title}: {len(stores)} stores of the same tokens"
+    columns = ("name", "model", "layer", "site", "rows", "d_in", "median norm", "path")
+    return [records_table(title, lines, columns)]
 
 
 def modules_table(document: Document) -> RenderableType:
@@ -161,17 +156,7 @@ def _store_facts(store: Document) -> dict[str, Any]:
     if norms:
         sizes = [f"{name} {number(norms[name])}" for name in ("median", "mean", "max")]
         facts["norm"] = ", ".join(sizes)
-    for reason, count in store["dropped"].items():
-        words = counted(count, "text")
-        if reason not in TEXT_REASONS:
-            percentage = 100 * count / (store["rows"] + _rows_dropped(store))
-            words = f"{count:,} ({percentage:.2g}%)"
-        facts[f"dropped: {reason}"] = words
-    return facts
-
-
-def _rows_dropped(store: Document) -> int:
-    return sum(count for reason, count in store["dropped"].items() if reason not in TEXT_REASONS)
+    return facts | {f"dropped: {reason}": count for reason, count in store["dropped"].items()}
 
 
 def listing_tables(document: Document) -> list[RenderableType]:
@@ -202,23 +187,9 @@ def _listed(entry: Document, column: str) -> Any:
     value: Any = entry.get(column)
     if column == "bytes":
         return size_words(value)
-    if column == "created":
-        return _local_time(value)
-    if column == "norms" and value is not None:
-        return value["median"]
-    if column == "dropped" and value is not None:  # the percentage of rows
-        dropped = _rows_dropped(entry)
-        return f"{100 * dropped / (entry['rows'] + dropped):.2g}%" if dropped else None
+    if column == "created" and value:
+        return f"{datetime.fromisoformat(value).astimezone():%Y-%m-%d %H:%M}"
     return value
-
-
-def _local_time(created: str) -> str | None:
-    """To the minute, from a marker's time with its zone; as it is where it has none."""
-    try:
-        time = datetime.fromisoformat(created)
-    except ValueError:
-        return created or None
-    return f"{time.astimezone():%Y-%m-%d %H:%M}" if time.tzinfo else created
 
 
 COMPARED = ("loss", "fvu", "l0", "kl", "ce_recovered")  # before and after, where measured
@@ -330,25 +301,6 @@ def _figure(name: str, document: Document) -> Any:
     return value
 
 
-def disagreement(diagram: Document | None) -> str | None:
-    """The rows on which the power diagram disagrees with the SAE's cells: "on 3 of 100 rows"; None for none."""
-    decided = diagram["rows"] - diagram["ties"] if diagram else 0
-    if diagram is None or not decided or diagram["agreement"] == 1:
-        return None
-    return f"on {decided - round(diagram['agreement'] * decided):,} of {counted(decided, 'row')}"
-
-
-def _diagram_line(diagram: Document) -> list[Any]:
-    if where := disagreement(diagram):
-        words = [Text("disagrees", style="bold red"), Text(where, style="bold red")]
-        return ["power diagram", *words]
-    decided, ties = diagram["rows"] - diagram["ties"], counted(diagram["ties"], "tie")
-    if not decided:
-        return ["power diagram", None, f"no row but {ties}"]
-    left_out = f"; {ties} left out" if diagram["ties"] else ""
-    return ["power diagram", "agrees", f"on {counted(decided, 'row')}{left_out}"]
-
-
 def _median_line(label: str, measures: Document) -> list[Any]:
     low, high = number(measures["p5"]), number(measures["p95"])
     return [f"{label}, median", measures["median"], f"5% to 95%: {low} to {high}"]
@@ -370,8 +322,9 @@ def geometry_table(document: Document) -> RenderableType:
         ["rank of a cell's map, median", rank["median"], full],
         *_degenerate_lines(document["degenerate"]),
     ]
-    if document["power_diagram"] is not None:
-        lines.append(_diagram_line(document["power_diagram"]))
+    if (diagram := document["power_diagram"]) is not None:
+        detail = f"of {counted(diagram['rows'], 'row')}, {counted(diagram['ties'], 'tie')} left out"
+        lines.append(["power diagram agrees on", diagram["agreement"], detail])
     rows = counted(complexity["rows"], "row")
     lines += [
         _median_line("margin", margin),

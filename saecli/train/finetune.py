@@ -99,7 +99,7 @@ class Opened:
                     "--together needs one split: expected runs of one --split-seed, so that the text kept out of "
                     "training is the same, got several"
                 )
-        source = model_of(acts, config.model, config.model_revision, listener)
+        source = model_of(acts, config.model, listener, config.model_revision)
         stores: list[Joined | Streamed]
         if "dataset" in text:
             if named:

@@ -7,11 +7,9 @@ import pytest
 
 from saecli.base.files import (
     appearing_whole,
-    as_named,
     check_place,
     folder_appearing_whole,
     lock_folder,
-    partial_path,
 )
 
 
@@ -78,14 +76,3 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
     }.items():
         with pytest.raises(OSError, match=refused):
             check_place(path)
-
-
-@pytest.mark.parametrize("name", ["file.png", "a b.tar.gz", ".hidden", "x.partial"])
-def test_a_message_names_files_as_they_were_to_be_called(name: str):
-    path = Path("/some/.config.d/folder") / name
-    own = path.with_name(f".{path.name}.0123abcd.partial")
-    partial = partial_path(partial_path(path) / "ae.pt")
-    for inner in (partial, own / "ae.pt", own / ".ae.pt.0123abcd.partial"):
-        for message in ("cannot use {}: not a file", "[Errno 2] No file: '{}'", "file path: {}"):
-            assert as_named(message.format(inner)) == message.format(path / "ae.pt")
-    assert as_named("a.partial of 0.5 and b.partial") == "a.partial of 0.5 and b.partial"

@@ -173,11 +173,11 @@ def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solv
     assert_same_weights(sae.home, "first", "spelt")
 
 
-def test_the_command_line_wins_and_keys_may_have_hyphens(sae: CommandLine, tmp_path: Path):
+def test_the_command_line_wins(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(300))
     config = tmp_path / "run.toml"
     config.write_text(
-        'act = "topk"\nk = 4\nd-sae = 24\nbatch_size = 64\nepochs = 1\nlr = 1\nrevive = false\n'
+        'act = "topk"\nk = 4\nd_sae = 24\nbatch_size = 64\nepochs = 1\nlr = 1\nrevive = false\n'
         'smoothing = "auto"\njson = true\nsolver = "sgd"\ntied = true\n'
     )
     words = ["--lr", "0.001", "--k", "6", "--revive", "--no-tied", "--name", "run"]

@@ -225,11 +225,11 @@ def test_another_revision_than_the_recorded_one_is_said(
     trained(sae, text, "--model-revision", "step1")
     late = repo.commit(files | {"model.safetensors": other_weights(tmp_path)})
     same = sae("eval", "run", "--model", MODEL, "--json")
-    other = sae("eval", "run", "--model", MODEL, "--model-revision", "main", "--json")
+    other = sae("eval", "run", "--model", f"{MODEL}@main", "--json")
     assert f"came from {MODEL}@{early}, and is run through {MODEL}@{late}" in other.err
     kept, moved = (json.loads(done.out)["runs"][0]["ce_clean"] for done in (same, other))
     assert abs(kept - moved) > 1e-3
-    steered = sae("steer", "run", *COMMANDS["steer"], "--model-revision", "main")
+    steered = sae("steer", "run", *COMMANDS["steer"], "--model", f"{MODEL}@main")
     assert f"{MODEL}@{early}, and is used in {MODEL}@{late}" in steered.err
 
 
@@ -246,7 +246,8 @@ def test_two_checkpoints_of_one_model_are_two_models(
     assert [described(sae.home, name)["source"]["revision"] for name in names] == [early, late]
     data = [word for name in names for word in ("--data", name)]
     sae("train", *data, "--name", "run", *TRAINED, "--epochs", "1").succeeds()
-    done = sae("eval", "run", *both, "--tokens", "200", "--json")
+    each = ("--model", f"{MODEL}@step1", "--model", f"{MODEL}@main")
+    done = sae("eval", "run", *each, "--tokens", "200", "--json")
     places = json.loads(done.out)["runs"][0]["hook_points"]
     assert [place["model"] for place in places] == [f"{MODEL}@{early}", f"{MODEL}@{late}"]
     assert places[0]["ce_clean"] != places[1]["ce_clean"]

@@ -12,8 +12,6 @@ from sklearn.decomposition import PCA
 from saecli.geometry import references
 from saecli.geometry.references import (
     LocalPCA,
-    Stream,
-    StreamedPCA,
     kmeans_centres,
     measure_references,
     nearest,
@@ -68,50 +66,6 @@ def test_local_pca_equals_sklearn_pca_of_each_cell(seed: int, count: int, rank: 
     )
     reconstructed = LocalPCA(train, centres, train_labels).reconstruct(rows, rank, labels)
     assert np.square(reconstructed - rows).sum() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-@given(
-    st.integers(0, 2**32),
-    st.integers(1, 12),
-    st.integers(1, 60),
-    st.sampled_from([0, 1000]),
-    st.integers(0, D + 3),
-)
-def test_local_pca_of_a_stream_equals_that_of_the_rows_in_memory(
-    seed: int, count: int, batch: int, far: int, rank: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    train, rows = rng.normal(size=(60, D)) + far, rng.normal(size=(20, D)) + far
-    train_labels, labels = rng.integers(0, count, 60), rng.integers(0, count, 20)
-    centres = rng.normal(size=(count, D)) + far
-    streamed = StreamedPCA(centres, with_directions=True)
-    means = StreamedPCA(centres, with_directions=False)
-    for at in range(0, 60, batch):
-        for fit in (streamed, means):
-            fit.add(train[at : at + batch], train_labels[at : at + batch])
-    held = LocalPCA(train, centres, train_labels)
-    np.testing.assert_allclose(
-        streamed.reconstruct(rows, rank, labels), held.reconstruct(rows, rank, labels), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        means.reconstruct(rows, 0, labels), held.reconstruct(rows, 0, labels), rtol=1e-9
-    )
-
-
-def test_references_of_a_stream_are_about_those_of_all_rows_in_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    train, rows, sae = clusters(0, 6000), clusters(1, 300), a_sae()
-    stream = Stream(6000, lambda: (train[at : at + 500] for at in range(0, 6000, 500)))
-    streamed = measure_references(sae, rows, train[:200], 2, stream)
-    held = measure_references(sae, rows, train, 2)
-    for name in ("rows_fitted", "kmeans_cells", "local_pca_cells"):
-        assert streamed[name] == held[name]
-    assert streamed["kmeans_fvu"] == pytest.approx(held["kmeans_fvu"], rel=0.2)
-    assert streamed["local_pca_fvu"] == pytest.approx(held["local_pca_fvu"], rel=0.2)
-    monkeypatch.setattr(references, "SCATTER", 7 * D**2)
-    few = measure_references(sae, rows, train[:200], 2, stream)
-    assert (few["kmeans_cells"], few["local_pca_cells"]) == (30, 7)
 
 
 def test_the_fvus_are_their_definitions() -> None:

@@ -94,8 +94,6 @@ AT = "--layer 1 --site mlp_in"
 # The command line, its exit status, and words of the sentence.
 COMMANDS = [
     ("eval seed-0 --stability", 2, "--stability"),
-    ("eval seed-0 seed-1 --match-threshold 0.7", 2, "--match-threshold"),
-    ("eval seed-0 seed-1 --stability --match-threshold 7", 2, "--match-threshold"),
     ("eval seed-0 other --stability", 2, "trained on rows as seed-0, got others"),
     ("eval run remade --stability", 2, "got two named rows"),
     ("eval seed-0 thin --stability", 2, "d_in"),
@@ -202,7 +200,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.stability, {"saes": []}, "expected two or more, got none"),
     (saecli.stability, {"saes": [ANOTHER, random_sae(d_in=5)]}, "sae 2 to have 8 as sae 1, got 5"),
     (saecli.stability, {"saes": [ANOTHER, NAN]}, "latents of sae 2: expected finite weights"),
-    (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "--match-threshold"),
+    (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "match_threshold"),
     (saecli.probe, {"saes": "first", "rows": 10}, "rows must be at least 20, got 10"),
     (saecli.probe, {"saes": "first", "k": (0, 2)}, "k must be different numbers of at least 1"),
     (saecli.probe, {"saes": "first", "context": 0}, "context must be at least 1, got 0"),

@@ -161,17 +161,17 @@ NAMES = ("seed-0", "seed-1", "seed-2")
 
 def test_the_command_prints_the_functions_result(runs: CommandLine, tmp_path: Path) -> None:
     bare = runs("eval", *NAMES, "--json").json
-    options = ("--stability", "--match-threshold", "0.6", "--plot", tmp_path / "x.png")
+    options = ("--stability", "--plot", tmp_path / "x.png")
     done = runs("eval", *NAMES, *options, "--json")
     assert list(done.json) == ["runs", "unbeaten_means", "stability"]
     assert done.json["runs"] == bare["runs"]
-    expected = saecli.stability(NAMES, "rows", match_threshold=0.6, home=runs.home)
+    expected = saecli.stability(NAMES, "rows", home=runs.home)
     assert done.json["stability"] == expected
     pairs = [pair["runs"] for pair in expected["pairs"]]
     assert pairs == [list(pair) for pair in combinations(NAMES, 2)]
     assert [run["d_sae"] for run in expected["runs"]] == [F] * 3
     assert {path.name for path in tmp_path.glob("*.png")} == {"x.png", "x-stability.png"}
-    without_rows = saecli.stability(NAMES, match_threshold=0.6, home=runs.home)
+    without_rows = saecli.stability(NAMES, home=runs.home)
     assert without_rows["pw_mcc"] == expected["pw_mcc"] and without_rows["firing"] is None
 
 

@@ -43,7 +43,7 @@ def test_pictures_are_figures_and_no_file_is_written(
     # Tests of training have a stand-in.
     monkeypatch.setattr("saecli.show.pictures.loss_curves", loss_curves)
     home = {"home": sae.home}
-    expected = {"loss": 1, "frontier": 1, "sparsity": 3, "stability": 1}
+    expected = {"loss": 2, "frontier": 1, "sparsity": 3, "stability": 1}
     drawn = {picture: saecli.draw(picture, "0", "1", **home) for picture in expected}
     drawn["geometry"] = saecli.draw("geometry", "0", rows=50, **home)
     numbers = {picture: len(figures) for picture, figures in drawn.items()}

@@ -23,7 +23,7 @@ def test_pages_open_from_disk_and_fetch_only_the_latents_opened(open_page: Any):
     opened = open_page()
     uri = opened.folder.as_uri()
     assert opened.page.inner_text("h1") == "run"
-    assert opened.page.locator("svg").count() == 3
+    assert opened.page.locator("svg").count() == 1
     assert "14 latents fire on every row." in opened.page.inner_text("#overview")
     files = [url for url in opened.asked if not url.startswith("data:")]
     assert files == [f"{uri}/index.html"]

@@ -1,7 +1,5 @@
-"""Tables as people read them: whole in a pipe, folded on narrow terminals, with names that look like markup; and the
-lines of `sae geometry`."""
+"""Tables as people read them: whole in a pipe, folded on narrow terminals, with names that look like markup."""
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,9 +7,8 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from saecli.sae.activations import TopK
 from saecli.show.measures import places_table
-from saecli.show.tables import disagreement, geometry_table, table
+from saecli.show.tables import table
 
 NASTY = ("[red]x", "[red", "\\[b]", ":cat:", "$x$", "[/]")
 COLUMNS = ["run", "latents", "mean of a measure", "note"]
@@ -93,45 +90,3 @@ def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
     assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in said
     assert "1 in between" in said and "x: shared" not in said
     assert "x: only first by latent scaling: 1" in [line.strip() for line in lines]
-
-
-def about(table: RenderableType, name: str) -> list[list[str]]:
-    """What lines whose first cell begins so say."""
-    return [cells[1:] for cells in joined(printed(table)) if cells[0].startswith(name)]
-
-
-@pytest.fixture
-def document(sae: CommandLine) -> dict[str, Any]:
-    make_store(sae.home, "rows", some_rows(1500))
-    make_run(sae.home, "one", random_sae(TopK(3)))
-    return sae("geometry", "one", "--json").json
-
-
-def test_a_theorem_takes_one_line_with_the_rows_that_it_was_checked_on(document: dict[str, Any]):
-    diagram = document["power_diagram"]
-    rows = diagram["rows"]
-    assert (diagram["agreement"], diagram["ties"]) == (1, 0)
-    assert about(geometry_table(document), "power") == [["agrees", f"on {rows} rows"]]
-    assert disagreement(diagram) is None
-    diagram["ties"] = 1
-    assert about(geometry_table(document), "power") == [
-        ["agrees", f"on {rows - 1} rows; 1 tie left out"]
-    ]
-    diagram["ties"], diagram["agreement"] = rows, None
-    assert about(geometry_table(document), "power") == [["-", f"no row but {rows} ties"]]
-    del document["power_diagram"]
-    assert about(geometry_table(document | {"power_diagram": None}), "power") == []
-
-
-def test_rows_that_break_the_theorem_stand_out(document: dict[str, Any]):
-    broken = deepcopy(document)
-    compared = broken["power_diagram"]
-    compared["ties"], decided = 2, compared["rows"] - 2
-    for wrong in (1, 3, 100):
-        compared["agreement"] = (decided - wrong) / decided
-        assert about(geometry_table(broken), "power") == [
-            ["disagrees", f"on {wrong} of {decided} rows"]
-        ]
-        assert disagreement(broken["power_diagram"]) == f"on {wrong} of {decided} rows"
-        lines = printed(geometry_table(broken), width=80, force_terminal=True)
-        assert "\x1b[1;31mdisagrees" in "\n".join(lines)

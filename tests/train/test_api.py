@@ -159,7 +159,7 @@ def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(
     make_store(sae.home, "newest", some_rows(40))
     measured = saecli.evaluate(tmp_path / "x")
     assert measured["data"] == one.name and measured["fvu"] == saecli.evaluate(fitted)["fvu"]
-    assert [found["data"] for found in saecli.compare([tmp_path / "x", fitted])] == [one.name] * 2
+    assert [found["data"] for found in saecli.evaluate([tmp_path / "x", fitted])] == [one.name] * 2
     assert saecli.load_sae(tmp_path / "x").metadata["split_seed"] == 5
     said = "was trained on layer 1 resid_post; .* holds layer 3 resid_post"
     with pytest.warns(UserWarning, match=said):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
-from ...base.files import appearing_whole, as_named
+from ...base.files import appearing_whole
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
@@ -320,7 +320,7 @@ def write_tensors(
             if match := re.search(r"\(os error (\d+)\)", str(error)):
                 number = int(match[1])
                 raise OSError(number, os.strerror(number), str(path)) from error
-            raise FormatError(as_named(f"cannot write {path}: {one_line(error)}")) from error
+            raise FormatError(f"cannot write {path}: {one_line(error)}") from error
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:

@@ -8,28 +8,27 @@ read files.
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ...base.console import Listener, listening
-from ...base.documents import point_words, read_run
-from ...base.errors import ConfigError, ModelError, counted, demand_at_least
+from ...base.documents import point_words
+from ...base.errors import ConfigError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
-from ...base.home import RUN_MARKER, Home
-from ...extract.options import COLUMNS, HookPoint, at_revision
+from ...base.home import Home
+from ...extract.options import COLUMNS, HookPoint
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
 from ...measure.labels import shown_labels
-from ...measure.latents import Examples, at_random, in_blocks, survey
+from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, survey
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
-from ...train.runs import read_metrics
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
@@ -39,9 +38,7 @@ if TYPE_CHECKING:
     Tokens = TokenTexts | TokenNumbers
 
 INDEX, DETAILS = "index.html", "latents"
-MADE_HERE = '<meta name="generator" content="sae report">'
 NEURONPEDIA_NAME = r"[\w.-]+/[\w.-]+"
-HEAD_BYTES = 4096  # of a page, in which this stands
 SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
 # Could end a script or begin a comment in it; the last two are line ends to older browsers.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -111,11 +108,7 @@ def _texts_and_outputs(
     from ...extract.tokens import Unembedding
 
     if model is None:
-        try:
-            return TokenTexts(load_tokenizer(find_model(str(stored_model)))), None
-        except ModelError as error:
-            notes.append(f"no tokenizer ({error}): showing token ids")
-            return TokenNumbers(), None
+        return TokenTexts(load_tokenizer(find_model(str(stored_model)))), None
     place = find_model(model, recorded_revision(model, [stored_model]))
     width = run.sae.W_dec[:1, run.sae.hook_columns[-1]].shape[1]
     written = run.rows.target.store if run.rows.target else store
@@ -130,8 +123,6 @@ def _texts_and_outputs(
             f"{run.subject.name} cannot be read through {model}: expected a model of width {width}, got "
             f"{place.d_model}; name the model that the rows came from"
         )
-    if stored_model is not None and stored_model != place.spec:
-        notes.append(f"{store.name} came from {stored_model}, and is read through {place.spec}")
     loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
     return TokenTexts(loaded.tokenizer), Unembedding(loaded)
 
@@ -148,10 +139,9 @@ def report(
     *,
     target: str | None = None,
     split: Which = "all",
-    latents: str | Sequence[int] | None = None,
-    top: int | None = None,
+    latents: int | Sequence[int] | None = None,
+    count: int | None = None,
     model: str | None = None,
-    model_revision: str | None = None,
     examples: int = 12,
     neuronpedia: str | None = None,
     overwrite: bool = False,
@@ -165,35 +155,34 @@ def report(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store or rows of one.
         out: folder to write, new or empty; it appears whole or not at all.
         split: rows that the latents are shown on.
-        latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
-            frequent, by default 4,096.
-        model: hub id, folder or GGUF file of the rows' language model, to show the tokens that each latent promotes.
-        model_revision: its branch, tag or commit on the hub; None for the one that the rows came from.
+        latents: those with a page of their own; None for the `count` most frequent, by default 4,096.
+        model: hub id, also ID@REVISION, folder or GGUF file of the rows' language model, to show the tokens that each
+            latent promotes.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages.
-        overwrite: whether an earlier report in `out` is replaced, once the new one is whole.
+        overwrite: whether a folder `out` with an index.html is replaced, once the new one is whole.
     """
     folder, listener = Path(out), listening(progress)
-    _check_out(folder, overwrite)
+    if not is_free(folder) and not (overwrite and (folder / INDEX).is_file()):
+        raise ConfigError(
+            f"cannot write to {folder}: expected an empty or a new folder; name another, or replace an "
+            "earlier report by --overwrite"
+        )
     if neuronpedia is not None and not re.fullmatch(NEURONPEDIA_NAME, neuronpedia, re.ASCII):
         raise ConfigError(
             "--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
             f"{neuronpedia!r}"
         )
-    if latents is not None and top is not None:
-        raise ConfigError("cannot use both --latents and --top; leave one of them out")
-    demand_at_least("top", top)
-    if model is None and model_revision is not None:
-        raise ConfigError("--model-revision does nothing without --model; leave it out")
+    if latents is not None and count is not None:
+        raise ConfigError("cannot use both --latent and --latents; leave one of them out")
+    demand_at_least("latents", count)
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
-    chosen = None if latents is None else _chosen_latents(latents, run)
     d_sae, has_tokens = run.sae.d_sae, set(COLUMNS) <= set(run.store.meta.columns)
+    chosen = None if latents is None else chosen_latents(latents, d_sae, run.subject.name).tolist()
     notes: list[str] = []
-    texts, unembedding = _texts_and_outputs(
-        run, model and at_revision(model, model_revision), has_tokens, notes
-    )
+    texts, unembedding = _texts_and_outputs(run, model, has_tokens, notes)
     result = survey(
         run.sae,
         in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
@@ -203,15 +192,13 @@ def report(
     )
     if chosen is None:
         most_frequent = result.firing.frequency.argsort(descending=True, stable=True)
-        chosen = sorted(most_frequent[: top or MOST_PAGES].tolist())
+        chosen = sorted(most_frequent[: count or MOST_PAGES].tolist())
     places = places_document(run, listener)
     details = Details(run, result, chosen, texts, unembedding, places, listener)
     measures = _measures(run, notes, listener)
     if len(chosen) < d_sae:
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
-    curves = [] if run.subject.folder is None else read_metrics(run.subject.folder)
-    heading, facts = _heading(run, neuronpedia), _facts(run, places)
-    content = overview(heading, measures, result, curves, facts, notes)
+    content = overview(_heading(run, neuronpedia), measures, result, notes)
     content["latents"] |= details.columns()
     if labels := shown_labels(run.subject.folder):
         content["latents"]["label"] = [labels.get(latent) for latent in range(d_sae)]
@@ -247,51 +234,6 @@ def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, 
     return measures
 
 
-def _check_out(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder in use, unless it holds a report alone that may be replaced."""
-    if is_free(folder) or (overwrite and _is_report(folder)):
-        return
-    got, remedy = "one in use", "name another"
-    if _is_report(folder):
-        got, remedy = "an earlier report", "name another, or replace it by --overwrite"
-    raise ConfigError(
-        f"cannot write to {folder}: expected an empty or a new folder, got {got}; {remedy}"
-    )
-
-
-def _is_report(folder: Path) -> bool:
-    """Whether a folder holds what `write_pages` wrote, and nothing else."""
-    index = folder / INDEX
-    if not index.is_file() or {path.name for path in folder.iterdir()} != {INDEX, DETAILS}:
-        return False
-    with index.open("rb") as page:
-        if MADE_HERE.encode() not in page.read(HEAD_BYTES):
-            return False
-    return all(re.fullmatch(r"\d{5}\.js", path.name) for path in (folder / DETAILS).iterdir())
-
-
-def _chosen_latents(latents: str | Sequence[int], run: Measured) -> list[int]:
-    d_sae = run.sae.d_sae
-    text = latents if isinstance(latents, str) else ",".join(map(str, latents))
-    if text == "all":
-        return list(range(d_sae))
-    chosen: set[int] = set()
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise ConfigError(
-                f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}"
-            )
-        if last >= d_sae:
-            raise ConfigError(
-                f"--latents names latent {last}, but {run.subject.name} has {d_sae:,}, counted from "
-                "0; choose lower numbers"
-            )
-        chosen.update(range(first, last + 1))
-    return sorted(chosen)
-
-
 def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
     sae, source = run.sae, run.saved.origin | run.store.meta.source
     if inputs := run.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
@@ -310,20 +252,3 @@ def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
         "d_sae": sae.d_sae,
         **{name: value for name, value in hook_point.items() if value is not None},
     }
-
-
-def _facts(run: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    store, folder, activation = run.store, run.subject.folder, run.sae.activation
-    facts: dict[str, Any] = {"activation": {"name": activation.name, **activation.to_json()}}
-    if folder is not None and (folder / RUN_MARKER).is_file():
-        settings = read_run(folder / RUN_MARKER).settings
-        facts["training"] = settings["training"]
-        facts["solver"] = settings["solver"]
-        facts["at the end of training"] = (settings.get("result") or {}).get("final", {})
-    if places:
-        facts["places"] = {"latents shared by all": places["shared"]}
-        for place in places["places"]:
-            words = f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
-            facts["places"][place["name"]] = words
-    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
-    return facts | {"store": shape | store.meta.source}

@@ -1,10 +1,9 @@
-"""The pages. The first: the run, learning curves, firing frequencies, a table of all latents. Then those of chosen
+"""The pages. The first: the run, its measures, firing frequencies, a table of all latents. Then those of chosen
 latents, several per file.
 
 Shapes: F = d_sae, C chosen latents, N examples, T tokens.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from ...measure.latents import NOT_STORED, Survey, bin_edges
 from ...measure.measured import Measured
 from ...measure.stability import neighbours
 from ...sae.metrics import DENSE_FREQUENCY
-from ..measures import curve, frequency_edges, l0_bins
+from ..measures import frequency_edges, l0_bins
 from ..tables import Document
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
@@ -29,26 +28,18 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and stores without to
     from ...extract.tokens import OutputTokens, Unembedding
 
 FEWEST_ROWS = 10  # of a latent with an interest
-POINTS = 400  # points of a curve, about its width in pixels
 L0_BINS = 40
-CURVES = {
-    "loss": (("batch_fvu", "training batches, averaged"), ("test_fvu", "held-out rows")),
-    "l0": (("batch_l0", "training batches, averaged"), ("test_l0", "held-out rows")),
-}
 
 
 def overview(
     heading: Document,
     measures: Document,
     survey: Survey,
-    curves: Sequence[Document],
-    facts: Mapping[str, Document],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """The first page's content, without the columns of its table that `details` fills.
 
-    `heading` has the entries below the title, `curves` the lines of `metrics.jsonl`, `facts` settings by section and
-    name, `notes` sentences on missing content.
+    `heading` has the entries below the title, `notes` sentences on missing content.
     """
     firing = survey.firing.result()
     frequency = np.array(firing.pop("frequency"))
@@ -59,14 +50,6 @@ def overview(
         "notes": list(notes),
         "dense": DENSE_FREQUENCY,
         "fewest": FEWEST_ROWS,
-        "facts": {
-            section: {name: _word(value) for name, value in settings.items()}
-            for section, settings in facts.items()
-        },
-        "curves": {
-            name: [{"name": label, "points": _thinned(curve(curves, key))} for key, label in pair]
-            for name, pair in CURVES.items()
-        },
         "l0": _bins(*l0_bins(survey.firing.l0_histogram.numpy(), L0_BINS)),
         "frequency": _bins(*np.histogram(frequency[frequency > 0], frequency_edges(frequency))),
         "edges": bin_edges().tolist(),
@@ -81,23 +64,6 @@ def overview(
 def rounded(values: np.ndarray | Tensor) -> list[float]:
     """Numbers to four significant digits, which keeps files small."""
     return [float(f"{value:.4g}") for value in values.tolist()]
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_word, value))
-    if isinstance(value, dict):  # a model, a source of text, a hook point
-        return " ".join(
-            _word(part) for part in value.values() if isinstance(part, str | float | int)
-        )
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """About `POINTS` of the points, including the last."""
-    return points[:: -max(1, math.ceil(len(points) / POINTS))][::-1]
 
 
 def _bins(counts: np.ndarray, edges: np.ndarray) -> dict[str, list[float]]:

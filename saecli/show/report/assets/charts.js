@@ -59,32 +59,3 @@ function bars(label, x, edges, counts, unit, word) {
         h("title", {}, `${word(edges[place], edges[place + 1])}: ${number(count)} ${unit}`));
     }));
 }
-
-// The value of all points, if it is the same within a thousandth; null if it is not, or there is no point.
-function constant(series) {
-  const values = series.flatMap((line) => line.points.map((point) => point[1]));
-  const low = Math.min(...values), high = Math.max(...values);
-  return values.length && high - low <= 1e-3 * Math.abs(high) ? high : null;
-}
-
-// Lines of {name, points}, some not empty; the second and later ones are dashed too, so that colour is not all that
-// tells them apart.
-function lines(label, series, log) {
-  const drawn = series.filter((line) => line.points.some((point) => !log || point[1] > 0));
-  const steps = drawn.flatMap((line) => line.points.map((point) => point[0]));
-  const values = drawn.flatMap((line) => line.points.map((point) => point[1])).filter((value) => !log || value > 0);
-  const low = log ? Math.min(...values) : 0, high = Math.max(...values);
-  const picture = chart(label, { low: Math.min(...steps, 0), high: Math.max(...steps), label: "step" },
-    { low, high: high * (log ? 1 : 1.08) || 1, log }, (px, py) => drawn.map((line, which) => {
-      const points = line.points.filter((point) => !log || point[1] > 0);
-      const marked = points.length <= 12;
-      return h("g", { class: `line line-${which}` },
-        h("path", { d: points.map((point, place) => `${place ? "L" : "M"}${px(point[0]).toFixed(1)} ${py(point[1])
-          .toFixed(1)}`).join("") }),
-        points.filter((point, place) => marked || place === points.length - 1).map(([step, value]) => h("circle",
-          { cx: px(step), cy: py(value), r: 2.5 }, h("title", {}, `step ${number(step)}: ${number(value)}`))));
-    }));
-  const legend = h("p", { class: "legend" }, drawn.map((line, which) => h("span", { class: `key key-${which}` },
-    `${line.name} `, h("b", {}, number(line.points[line.points.length - 1][1])))));
-  return [picture, legend];
-}

@@ -25,8 +25,8 @@ function tiles() {
     h("dd", {}, value), h("dd", { class: "muted" }, words))));
 }
 
-function settings(name, entries) {
-  return h("div", {}, h("h3", {}, name), h("table", { class: "settings" }, h("tbody", {}, Object.entries(entries).map(
+function section(name, entries) {
+  return h("div", {}, h("h3", {}, name), h("table", { class: "entries" }, h("tbody", {}, Object.entries(entries).map(
     ([key, value]) => h("tr", {}, h("th", { scope: "row" }, key.replaceAll("_", " ")), h("td", {}, h("bdi", {},
       typeof value === "number" ? number(value) : value)))))));
 }
@@ -41,31 +41,23 @@ function jump() {
   } }, h("label", {}, h("span", {}, "Go to"), box));
 }
 
-// The charts that have something to show, and a sentence in place of each of the others.
+// The charts that have something to show, and a sentence in place of the other.
 function charts() {
-  const { curves, l0, frequency } = data;
+  const { l0, frequency } = data;
   const about = (low, high) => high - low > 1.01 ? `${number(low + 0.5)} to ${number(high - 0.5)}` : number(low + 0.5);
   const share = (low, high) => `on ${percent(low)} to ${percent(high)} of the rows`;
-  const drawn = [], sentences = [];
-  const recorded = (series) => series.some((line) => line.points.length);
-  if (recorded(curves.loss)) {
-    drawn.push(card("Variance unexplained", lines("FVU against training step", curves.loss, true)));
-  } else sentences.push("No training curves are kept with this SAE.");
-  const steady = constant(curves.l0);
-  if (steady !== null) sentences.push(`In training L0 was ${number(steady)} throughout.`);
-  else if (recorded(curves.l0)) {
-    drawn.push(card("Active latents in training", lines("L0 against training step", curves.l0, false)));
-  }
+  const drawn = [];
+  let sentence = null;
   const filled = l0.counts.flatMap((count, place) => count ? [place] : []);
   if (filled.length === 1) {
-    sentences.push(`${about(l0.edges[filled[0]], l0.edges[filled[0] + 1])} latents fire on every row.`);
+    sentence = h("p", { class: "muted instead" },
+      `${about(l0.edges[filled[0]], l0.edges[filled[0] + 1])} latents fire on every row.`);
   } else drawn.push(card("Active latents per row", bars("histogram of L0", { label: "L0" }, l0.edges, l0.counts, "rows", about)));
   if (frequency.counts.some(Boolean)) {
     drawn.push(card("How often latents fire", bars("histogram of firing frequencies", { log: true,
       label: "fraction of rows", show: percent }, frequency.edges, frequency.counts, "latents", share)));
   }
-  return [h("div", { class: "charts" }, drawn),
-    sentences.length ? h("p", { class: "muted instead" }, sentences.join(" ")) : null];
+  return [h("div", { class: "charts" }, drawn), sentence];
 }
 
 function overviewPage() {
@@ -78,9 +70,8 @@ function overviewPage() {
       (word) => h("bdi", { class: "part" }, word)))),
     ...data.notes.map((note) => h("p", { class: "notice" }, note)), tiles(),
     ...charts(), table.element(jump()),
-    h("details", { class: "card" }, h("summary", {}, h("h2", {}, "Measures and settings")), h("div", { class: "sections" },
-      settings("measures, as of sae eval", measures), settings("firing", { split: heading.split, ...firing }),
-      ...Object.entries(data.facts).map(([name, entries]) => settings(name, entries)))),
+    h("details", { class: "card" }, h("summary", {}, h("h2", {}, "Measures")), h("div", { class: "sections" },
+      section("measures, as of sae eval", measures), section("firing", { split: heading.split, ...firing }))),
     h("footer", { class: "muted" }, "Written by ", h("code", {}, "sae report"), ". Keys: ", h("kbd", {}, "/"),
       " searches, ", h("kbd", {}, "g"), " goes to a number, ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"),
       " go through latents, ", h("kbd", {}, "Esc"),
@@ -116,7 +107,7 @@ function showLatent(latent) {
   const place = table.place.get(latent);
   if (place == null) {
     content.textContent = Number.isInteger(latent) && latent < data.latents.frequency.length
-      ? "This latent has no page; sae report --latents chooses which have." : "There is no such latent.";
+      ? "This latent has no page; sae report --latent chooses which have." : "There is no such latent.";
     return title;
   }
   load(Math.floor(place / data.latents.per_file)).then(

@@ -1,0 +1,26 @@
+"""The options of the geometry. Imports neither NumPy nor torch, so that help pages are fast."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from ..base.options import Config, Count, Positive, Shown
+
+SAMPLE_ROWS = 50_000  # rows kept for the references
+
+
+@dataclass(frozen=True)
+class Settings(Config):
+    rows: Annotated[Count, Shown("Most rows to measure; of more, a random sample.")] = 100_000
+    fit_rows: Annotated[
+        Count,
+        Shown(
+            "Most training rows to fit k-means and local PCA on, held in memory; up to 50,000, "
+            "at most 256 MiB of them."
+        ),
+    ] = SAMPLE_ROWS
+    radius: Annotated[
+        Positive,
+        Shown(
+            "Radius of the local complexity, as a fraction of the rows' median distance to their mean."
+        ),
+    ] = 0.01
