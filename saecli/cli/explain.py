@@ -34,8 +34,7 @@ def command(
     labels: Annotated[
         Path | None,
         typer.Option(
-            help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them; JSON, JSON "
-            "lines or CSV, each entry with index (or latent) and description (or label).",
+            help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them.",
             show_default="none",
         ),
     ] = None,
