@@ -1,7 +1,6 @@
 """What the measuring commands and their Python functions refuse: exit status, and the beginning of one sentence."""
 
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from homes import (
     CommandLine,
     after_commands,
-    change_json,
     make_run,
     make_store,
     random_sae,
@@ -84,8 +82,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         home / "across",
     )
     after_commands(home, *TRAINED)
-    remade = shutil.copytree(home / "runs" / "run", home / "runs" / "remade")
-    change_json(remade / "run.json", data_hash="another")
     return home
 
 
@@ -96,8 +92,7 @@ COMMANDS = [
     ("eval seed-0 --stability", 2, "--stability"),
     ("eval seed-0 seed-1 --match-threshold 0.7", 2, "--match-threshold"),
     ("eval seed-0 seed-1 --stability --match-threshold 7", 2, "--match-threshold"),
-    ("eval seed-0 other --stability", 2, "trained on rows as seed-0, got others"),
-    ("eval run remade --stability", 2, "got two named rows"),
+    ("eval seed-0 other --stability", 2, "got runs trained on others and rows"),
     ("eval seed-0 thin --stability", 2, "d_in"),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "names no layer"),
@@ -200,8 +195,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.export, {"sae": "seed-0", "to": "other", "out": "x"}, "to must be one of saelens, "),
     (saecli.refit, {"sae": random_sae(), "data": HUGE}, "expected finite products"),
     (saecli.stability, {"saes": []}, "expected two or more, got none"),
-    (saecli.stability, {"saes": [ANOTHER, random_sae(d_in=5)]}, "sae 2 to have 8 as sae 1, got 5"),
-    (saecli.stability, {"saes": [ANOTHER, NAN]}, "latents of sae 2: expected finite weights"),
+    (saecli.stability, {"saes": [ANOTHER, NAN]}, "latents of sae: expected finite weights"),
     (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "--match-threshold"),
     (saecli.probe, {"saes": "first", "rows": 10}, "rows must be at least 20, got 10"),
     (saecli.probe, {"saes": "first", "k": (0, 2)}, "k must be different numbers of at least 1"),
