@@ -53,7 +53,7 @@ def explain(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
         latents: those to label; by default all that fire on the rows read.
         count: label only this number of them, drawn at random.
-        labels: take other people's labels, from this file or folder of files; see `others_labels`.
+        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
         **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
             `max_tokens`, `dry_run`; see `endpoint.Server`.
@@ -77,10 +77,6 @@ def explain(
         raise ConfigError(f"--latent must be from 0 to {last}, got {latents}")
     path = _place(home, sae, subject, out)
     if labels is not None:
-        if any(given is not None for given in (data, latents, count, server.endpoint)):
-            raise ConfigError(
-                "--labels takes all labels of a file; leave --data, --latent and --latents out, and --endpoint"
-            )
         given = others_labels(Path(labels), d_sae)
         everything = add_labels(path, "given", given)
         return {
