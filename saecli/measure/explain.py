@@ -15,7 +15,6 @@ from ..base.home import Home
 from ..base.options import demand_known, options_of
 from ..extract.language_model import load_tokenizer
 from ..extract.model_source import find_model
-from ..extract.options import COLUMNS
 from ..extract.splice import spec_of
 from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
@@ -170,7 +169,7 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
 def texts_of(run: Measured) -> TokenTexts:
     """The texts of the store's tokens; ConfigError if it keeps none, or names no model."""
     model, lacks = spec_of(run.store.meta.source), ""
-    if not set(COLUMNS) <= set(run.store.meta.columns):
+    if not run.store.meta.windows:
         lacks = "keeps no tokens"
     elif model is None:
         lacks = "does not say which model its tokens are of"

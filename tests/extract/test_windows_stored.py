@@ -214,7 +214,7 @@ def test_report_texts_show_every_token_of_a_window(tmp_path, folder, store):
             expected = np.zeros(len(mask))
             expected[mask] = codes[np.array(window_of) == number, latent]
             assert example["codes"] == pytest.approx(expected, rel=1e-3, abs=page["scale"])
-            assert example["peak"] == example["position"] and example["gaps"] == []
+            assert example["peak"] == example["position"]
             seen.add(number)
     assert len(seen) > 5
 

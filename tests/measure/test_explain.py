@@ -107,7 +107,12 @@ def plant(home: Path, model: Path, name: str = "planted") -> Planted:
     source = {"layer": 3, "site": "resid_post", "model": str(model)}
     place = home / "activations" / name
     make_text_store(
-        place, codes.reshape(-1, WIDTH), columns=columns, source=source, shard_rows=5000
+        place,
+        codes.reshape(-1, WIDTH),
+        columns=columns,
+        source=source,
+        shard_rows=5000,
+        windows=True,
     )
     return Planted(home, words, codes)
 

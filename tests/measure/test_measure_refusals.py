@@ -51,7 +51,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, source in sources.items():
         columns = dict.fromkeys(COLUMNS, np.arange(20))
         place = home / "activations" / name
-        storing.make_store(place, some_rows(20), columns=columns, source=source)
+        windows = name == "unnamed"
+        storing.make_store(place, some_rows(20), columns=columns, source=source, windows=windows)
     (home / "a.txt").write_text("a")
     (home / "latin.txt").write_bytes("ä".encode("latin-1"))
     (home / "chat.json").write_text('[{"role": "user", "content": "a"}]')

@@ -19,7 +19,7 @@ from ...base.documents import point_words, read_run
 from ...base.errors import ConfigError, ModelError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
-from ...extract.options import COLUMNS, HookPoint, at_revision
+from ...extract.options import HookPoint, at_revision
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
@@ -189,7 +189,7 @@ def report(
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
     chosen = None if latents is None else _chosen_latents(latents, run)
-    d_sae, has_tokens = run.sae.d_sae, set(COLUMNS) <= set(run.store.meta.columns)
+    d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
     notes: list[str] = []
     texts, unembedding = _texts_and_outputs(
         run, model and at_revision(model, model_revision), has_tokens, notes
