@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODEL = "judge-1"
-Failure = tuple[int, str, dict[str, str]]  # status (0: dropped), body, headers
+Failure = tuple[int, str]  # status (0: dropped), body
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -32,7 +32,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None: ...
 
     def do_HEAD(self) -> None:
-        self._send(404, "", {})
+        self._send(404, "")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -50,21 +50,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(*failure)
         elif self.path != "/v1/chat/completions" or body["model"] != MODEL:
             words = f"The model `{body['model']}` does not exist."
-            self._send(404, json.dumps({"error": {"message": words, "code": 404}}), {})
+            self._send(404, json.dumps({"error": {"message": words, "code": 404}}))
         else:
             content = server.answer([turn["content"] for turn in body["messages"]])
             message = {"role": "assistant", "content": content}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
-            self._send(200, json.dumps({"id": "1", "model": MODEL, "choices": [choice]}), {})
+            self._send(200, json.dumps({"id": "1", "model": MODEL, "choices": [choice]}))
 
-    def _send(self, status: int, text: str, headers: dict[str, str]) -> None:
+    def _send(self, status: int, text: str) -> None:
         if not status:
             self.close_connection = True
             self.connection.close()
             return
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(text.encode()))}.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(text.encode())

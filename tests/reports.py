@@ -74,7 +74,7 @@ def make_text_store(
     origin = {"layer": 0, "site": "resid_post", "context": 31, **source}
     origin |= {} if model is None else {"model": model}
     path = home / "activations" / name
-    make_store(path, texts.rows, columns=columns, source=origin, shard_rows=700)
+    make_store(path, texts.rows, columns=columns, source=origin, shard_rows=700, windows=True)
     return texts
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
+from saecli.store.split import window_starts
+from saecli.store.values import Windows
 from saecli.store.writer import StoreWriter
 
 
@@ -46,14 +48,19 @@ def make_store(
     columns: dict[str, np.ndarray] | None = None,
     **meta,
 ) -> ActivationStore:
-    """Write rows to a store, block by block, and open it."""
+    """Write rows to a store, block by block, and open it; with `windows` at once, and as texts all of whose tokens are
+    rows."""
     columns = columns or ({} if documents is None else {"document": documents})
-    wanted = make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta)
+    wanted, windows = make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta), None
+    if wanted.windows:
+        block, starts = len(rows), window_starts(columns["document"], columns["position"])
+        lengths = np.diff([0, *starts, len(rows)])
+        windows = Windows.of(lengths, columns["token_id"], np.ones(len(rows), bool))
     with StoreWriter.open(path, wanted) as writer:
         for start in range(0, len(rows), block):
             part = slice(start, start + block)
             own = {name: column[part] for name, column in columns.items()}
-            writer.append(rows[part], own, {"row": start})
+            writer.append(rows[part], own, {"row": start}, windows=windows)
         writer.finish()
     return ActivationStore.open(path)
 

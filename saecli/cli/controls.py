@@ -1,5 +1,3 @@
-from typing import Annotated
-
 import typer
 
 from .options import Csv, Device, Json, OwnRun, SplicedModel, Tokens, start
@@ -10,12 +8,6 @@ def command(
     run: OwnRun = None,
     model: SplicedModel = None,
     tokens: Tokens = None,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Train with this number of seeds; the first is evaluated. 1: no stability."
-        ),
-    ] = 2,
     device: Device = "auto",
     csv: Csv = None,
     json: Json = False,
@@ -28,11 +20,10 @@ def command(
     --model.
 
     The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
-    with --model CE recovered and KL; and stability, the PW-MCC between seeds. A score that a control reaches too is no
-    evidence for the SAE.
+    with --model CE recovered and KL. A score that a control reaches too is no evidence for the SAE.
 
-    Cost: trains 7 SAEs (9 with --model); 3 (4) with --seeds 1. Rows that are shuffled or from a random model are held
-    in memory as float32; a control is left out if its rows need more than half of the free memory. Saves no run.
+    Cost: trains 3 SAEs (4 with --model). Rows that are shuffled or from a random model are held in memory as float32:
+    of a store larger than memory, take a run with a smaller --fraction. Saves no run.
 
     Example: sae controls first --model google/gemma-2-2b
     """

@@ -34,8 +34,7 @@ def command(
     labels: Annotated[
         Path | None,
         typer.Option(
-            help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them; JSON, JSON "
-            "lines or CSV, each entry with index (or latent) and description (or label).",
+            help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them.",
             show_default="none",
         ),
     ] = None,
@@ -63,9 +62,9 @@ def command(
 
     With --endpoint and --model-name a language model labels latents too, and judges all labels: given one, in which
     excerpts does the latent fire (detection), and are the marked tokens those on which it does (fuzzing)? Beside the
-    model's labels and the rules' stand the model's, shuffled: the floor. The key is OPENAI_API_KEY, or for Hugging
-    Face's servers your token. Answers are kept in answers.jsonl, next to the labels: the same command again sends what
-    has no answer. See --dry-run first: a latent takes about 40 requests.
+    model's labels and the rules' stand the model's, shuffled: the floor. The key is OPENAI_API_KEY. Answers are
+    kept in answers.jsonl, next to the labels: the same command again sends what has no answer. See --dry-run first: a
+    latent takes about 40 requests.
 
     Cost: encodes at most 131,072 training and 32,768 held-out rows; about 10 seconds for 2,304 latents.
 

@@ -15,7 +15,7 @@ def command(
     sets: Annotated[
         str | None,
         typer.Option(
-            help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
+            help="Probe these sets: names or patterns, such as 87_glue_cola,*emotion*.",
             show_default="all 113",
         ),
     ] = None,

@@ -34,11 +34,8 @@ def command(
         float, typer.Option(min=0, help="Sample at this temperature; 0: the likeliest token.")
     ] = 0.0,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Seed the sampling of both texts.", show_default="0 with --temperature"
-        ),
-    ] = None,
+        int, typer.Option(min=0, help="With --temperature, seed the sampling of both texts.")
+    ] = 0,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -137,7 +137,7 @@ class Chats:
         except ValueError as error:
             raise ModelError(
                 f"the tokenizer of {name} has no chat template; expected one, to render messages by; name "
-                "a jinja file with --chat-template, or a model that was trained on chats"
+                "a model that was trained on chats, or, to store them, a jinja file with --chat-template"
             ) from error
         self._tokenizer = tokenizer
         self.control = special_ids(tokenizer, control=True)

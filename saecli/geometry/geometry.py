@@ -27,7 +27,6 @@ from ..base.console import Listener, listening
 from ..base.home import Home
 from ..base.options import demand_known, options_of
 from ..measure.measured import ChosenRows, Measured, RowsLike, held_out, spread_out
-from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..store.reader import Rows
@@ -197,7 +196,6 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
         "cells_share_log10": math.log10(len(census.counts)) - possible,
         "occupancy": census.occupancy(),
         "rank": rank,
-        "degenerate": degenerate(run.sae),
         "power_diagram": diagram,
         "margin": margin_measures(survey.margins),
         "complexity": {
@@ -321,30 +319,3 @@ def rank(sae: SAE, support: Tensor) -> int:
         return int(torch.linalg.matrix_rank(left @ right))
     inner = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right.T, mode="r").R.T
     return int(torch.linalg.matrix_rank(inner))
-
-
-def degenerate(sae: SAE) -> dict[str, int]:
-    """Counts of latents that bound no cell of their own, or add no direction.
-
-    Returns:
-        `zero_encoder`: encoder weights all zero. `equal_encoder`: encoder weights, bias and threshold equal another's,
-        so that either is kept in a tie. `zero_decoder`: zero dictionary vector. `equal_decoder`: dictionary vector
-        equal to another's, zeros left out.
-    """
-    encoder = torch.cat([sae.W_enc, sae.b_enc[None]])
-    if isinstance(sae.activation, Thresholded):
-        thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
-        encoder = torch.cat([encoder, thresholds.to(encoder)[None]])
-    zero = (sae.W_dec == 0).all(1)
-    return {
-        "zero_encoder": int((sae.W_enc == 0).all(0).sum()),
-        "equal_encoder": _in_groups(encoder.T),
-        "zero_decoder": int(zero.sum()),
-        "equal_decoder": _in_groups(sae.W_dec[~zero]),
-    }
-
-
-def _in_groups(rows: Tensor) -> int:
-    """Number of rows, (F, any), that equal another."""
-    counts = torch.unique(rows, dim=0, return_counts=True)[1]
-    return int(counts[counts > 1].sum())

@@ -16,21 +16,18 @@ from itertools import cycle
 from pathlib import Path
 from threading import Event, Lock
 from typing import Annotated, Any, ClassVar
-from urllib.parse import urlsplit
 
 from ..base.console import Listener
 from ..base.documents import parse_json
-from ..base.errors import ConfigError, ModelError, counted, flag_of, one_line
+from ..base.errors import ConfigError, ModelError, counted, one_line
 from ..base.files import to_json
-from ..base.machine import LOG_IN, is_passing, why_silent
-from ..base.options import Config, Count, Shown, options_of
+from ..base.machine import is_passing, why_silent
+from ..base.options import Config, Count, Shown
 
 ANSWERS = "answers.jsonl"
-HUGGING_FACE = (".huggingface.co", ".huggingface.cloud", ".hf.space")
 BUSY_SECONDS = 60  # that a server may take to say that it is there
 TIMEOUT = 300.0  # seconds, of a request
 WAITS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)  # seconds before it is sent again
-LONGEST_WAIT = 120.0  # seconds, whatever a server asks for
 TOKEN_CHARACTERS = 4  # of English, about
 Chat = tuple[str, ...]  # turns: the user's, the model's, the user's ...
 Ask = Callable[[Sequence[Chat]], Sequence[str]]  # returns answers
@@ -56,27 +53,14 @@ class Server(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.endpoint is None:
-            options = options_of(type(self)).items()
-            given = [name for name, option in options if getattr(self, name) != option.default]
-            if given:
-                raise ConfigError(f"{flag_of(given[0])} needs --endpoint; name a server")
+            if self.model_name is not None or self.dry_run:
+                raise ConfigError("--model-name and --dry-run need --endpoint; name a server")
         elif not re.match("https?://[^/]", self.endpoint):
             raise ConfigError(
                 f"--endpoint must be a URL such as http://localhost:8000/v1, got {self.endpoint!r}"
             )
         elif not self.model_name:
             raise ConfigError("--endpoint needs --model-name; name a model that it serves")
-
-    @property
-    def is_hugging_face(self) -> bool:
-        return f".{urlsplit(str(self.endpoint)).hostname}".endswith(HUGGING_FACE)
-
-    def key(self) -> str | None:
-        """The key to send, if any: a token of Hugging Face's only to its own hosts."""
-        from huggingface_hub import get_token
-
-        key = get_token() if self.is_hugging_face else os.environ.get("OPENAI_API_KEY")
-        return (key or "").strip() or None
 
     def request(self, chat: Chat) -> dict[str, Any]:
         roles = cycle(("user", "assistant"))  # none of the system's, which some templates lack
@@ -93,6 +77,8 @@ class Endpoint:
 
     def __init__(self, server: Server, answers: Path, listener: Listener) -> None:
         self.server, self._path, self.listener = server, answers, listener
+        # Given no key at all, the client sends the user's token for the hub, to any host.
+        self._key = os.environ.get("OPENAI_API_KEY", "").strip() or "no-key"
         self._lock, self._stopping = Lock(), Event()
         self.kept: dict[str, str] = {}  # answers, by the hash of the request
         for line in answers.read_bytes().splitlines() if answers.is_file() else []:
@@ -129,14 +115,13 @@ class Endpoint:
         from huggingface_hub import InferenceClient
 
         self._stopping.clear()
-        server, key = self.server, self.server.key()
+        server = self.server
         silence = why_silent(str(server.endpoint), BUSY_SECONDS)
         if silence is not None:
             raise ModelError(
                 f"cannot reach {server.endpoint}: {silence}; start the server, or check --endpoint"
             )
-        # Given no key at all, the client sends the user's token for the hub, to any host.
-        client = InferenceClient(base_url=server.endpoint, api_key=key or "none", timeout=TIMEOUT)
+        client = InferenceClient(base_url=server.endpoint, api_key=self._key, timeout=TIMEOUT)
         with (
             self.listener.progress("asking", len(chats), "requests") as show,
             ThreadPoolExecutor(server.concurrency) as pool,
@@ -157,55 +142,37 @@ class Endpoint:
             if self._stopping.is_set():
                 return
             try:
-                answer = _words(client, self.server.request(chat))
+                completion = client.chat_completion(**self.server.request(chat))
+                answer = completion.choices[0].message.content or ""
                 break
-            except (OSError, HTTPError) as error:
+            # Those from ValueError on: no completion, such as a proxy's page.
+            except (
+                OSError,
+                HTTPError,
+                ValueError,
+                TypeError,
+                AttributeError,
+                LookupError,
+            ) as error:
                 if wait is None or not is_passing(error):
                     self._stopping.set()
                     raise self._refusal(error) from error
-                self._stopping.wait(_asked_wait(error, wait))
+                self._stopping.wait(wait)
         # In one write, which begins the line: a kill or another process cannot mix it with the one before.
         with self._lock, self._path.open("ab", buffering=0) as file:
             file.write(f"\n{to_json({hash: answer})}".encode())
             self.kept[hash] = answer
 
     def _refusal(self, error: BaseException) -> ModelError:
-        server, key = self.server, self.server.key()
-        response = getattr(error, "response", None)
-        status = getattr(response, "status_code", None)
-        words = str(error) if response is None else f"{status} {response.text}"
-        said = one_line(ValueError(words.replace(str(key), "...")))
+        server, response = self.server, getattr(error, "response", None)
+        words = str(error) if response is None else f"{response.status_code} {response.text}"
+        said = one_line(ValueError(words.replace(self._key, "...")))
         if is_passing(error):
             return ModelError(
                 f"{server.endpoint} gave no answer in {counted(len(WAITS) + 1, 'attempt')}: {said}; run the same "
                 f"command again to go on, {counted(len(self.kept), 'answer')} are kept"
             )
-        sent, remedy = "", "check --endpoint and --model-name"
-        if status in (401, 403):
-            sent = "" if key else " without a key"
-            remedy = (
-                LOG_IN if server.is_hugging_face else "set OPENAI_API_KEY to a key of the server's"
-            )
         return ModelError(
-            f"{server.endpoint} refused a request to {server.model_name}{sent}: {said}; {remedy}"
+            f"{server.endpoint} refused a request to {server.model_name}: {said}; check --endpoint, "
+            "--model-name and OPENAI_API_KEY"
         )
-
-
-def _words(client: Any, request: Mapping[str, Any]) -> str:
-    """The model's answer; ConnectionError for what is no completion, such as a proxy's page."""
-    from huggingface_hub.errors import HTTPError
-
-    try:
-        completion = client.chat_completion(**request)
-        return completion.choices[0].message.content or ""
-    except HTTPError:  # some are ValueErrors
-        raise
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ConnectionError("expected a chat completion, got something else") from error
-
-
-def _asked_wait(error: BaseException, wait: float) -> float:
-    """The seconds that a busy server asks for, else those given."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    asked = headers.get("Retry-After", "")
-    return min(float(asked), LONGEST_WAIT) if asked.isdecimal() else wait

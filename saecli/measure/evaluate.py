@@ -56,9 +56,9 @@ def sparsity(
     Returns:
         `run`, `data`, `split`, the measures of `Firing.result`, among them `frequency`, the fraction of the rows on
         which each latent fires, `dead_fraction`, for a crosscoder `places_document`, for a mixture of texts
-        `sources`: `Firing.result` on the rows of each, `firings`, the fraction of each latent's firings there, and
-        `mainly`, the latents with `MAINLY` of them there if sources had equally many rows; without those for which
-        equal rates give fewer than `LEAST_ROWS` firings elsewhere.
+        `sources`: `Firing.result` on the rows of each, and `mainly`, the latents with `MAINLY` of their firings there
+        if sources had equally many rows; without those for which equal rates give fewer than `LEAST_ROWS` firings
+        elsewhere.
     """
     listener = listening(progress)
     sae_rows = ChosenRows(Home.at(home), data, split, device, listener).with_sae(sae)
@@ -68,7 +68,6 @@ def sparsity(
 def sparsity_document(measured: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
     document = measured.heading | counts.result()
     document["dead_fraction"] = measured.subject.dead_fraction
-    measured.note_absent_sources(listener)
     by_source = measured.by_source
     if by_source:
         document["sources"] = _firing_by_source(by_source, counts, listener)
@@ -86,15 +85,7 @@ def _firing_by_source(
     for name, tally in zip(by_source, tallies, strict=True):
         expected_elsewhere = counts.frequency * (counts.rows - tally.rows)
         mainly = (tally.frequency >= MAINLY * total) & (expected_elsewhere >= LEAST_ROWS)
-        firings = tally.frequency * tally.rows / (counts.frequency * counts.rows)
-        documents.append(
-            {
-                "source": name,
-                **tally.result(),
-                "mainly": int(mainly.sum()),
-                "firings": firings.nan_to_num().tolist(),
-            }
-        )
+        documents.append({"source": name, **tally.result(), "mainly": int(mainly.sum())})
     return documents
 
 
@@ -230,8 +221,6 @@ def evaluate_all(
     listener: Listener,
 ) -> list[dict[str, Any]]:
     """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
-    for members in by_rows(measured_saes):
-        measured_saes[members[0]].note_absent_sources(listener)
     splices = []
     if model is not None:
         splices = _splices(measured_saes, model, listener)  # raises before the rows are measured
@@ -250,15 +239,6 @@ def evaluate_all(
         listener.note(
             "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
             "clearly, so there is nothing to recover"
-        )
-    if splices:
-        if any(passes.model.mask_token is not None for each in splices for passes in each.models):
-            listener.note(
-                "15% of the tokens are masked: cross-entropy and KL are of these, in the clean model too"
-            )
-        listener.note(
-            "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are "
-            "left out of the means"
         )
     return documents
 
@@ -352,15 +332,16 @@ def _reconstructed(measured: Measured, listener: Listener) -> dict[str, Any]:
             {"source": name} | _reconstructed(part, listener) for name, part in by_source.items()
         ]
     sae, batches, alignment = measured.sae, measured.batches(listener), measured.alignment()
+    massive = measured.massive if measured.rows.inputs else None
     if alignment is None:
-        return reconstruction(sae, batches, massive=measured.massive) | more
+        return reconstruction(sae, batches, massive=massive) | more
     scores = FeatureScores(alignment, sae.W_dec.device)
     truth = measured.of_store.codes(measured.batch_rows)
 
     def watch(codes: Codes) -> None:
         scores.update(codes, next(truth))
 
-    return reconstruction(sae, batches, watch, measured.massive) | more | scores.result()
+    return reconstruction(sae, batches, watch, massive) | more | scores.result()
 
 
 class FeatureScores:

@@ -15,7 +15,6 @@ from ..base.home import Home
 from ..base.options import demand_known, options_of
 from ..extract.language_model import load_tokenizer
 from ..extract.model_source import find_model
-from ..extract.options import COLUMNS
 from ..extract.splice import spec_of
 from ..extract.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
@@ -54,7 +53,7 @@ def explain(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
         latents: those to label; by default all that fire on the rows read.
         count: label only this number of them, drawn at random.
-        labels: take other people's labels, from this file or folder of files; see `others_labels`.
+        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
         **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
             `max_tokens`, `dry_run`; see `endpoint.Server`.
@@ -75,10 +74,6 @@ def explain(
     chosen = None if latents is None else chosen_latents(latents, d_sae, subject.name)
     path = _place(home, sae, subject, out)
     if labels is not None:
-        if any(given is not None for given in (data, latents, count, server.endpoint)):
-            raise ConfigError(
-                "--labels takes all labels of a file; leave --data, --latent and --latents out, and --endpoint"
-            )
         given = others_labels(Path(labels), d_sae)
         everything = add_labels(path, "given", given)
         return {
@@ -172,7 +167,7 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
 def texts_of(run: Measured) -> TokenTexts:
     """The texts of the store's tokens; ConfigError if it keeps none, or names no model."""
     model, lacks = spec_of(run.store.meta.source), ""
-    if not set(COLUMNS) <= set(run.store.meta.columns):
+    if not run.store.meta.windows:
         lacks = "keeps no tokens"
     elif model is None:
         lacks = "does not say which model its tokens are of"

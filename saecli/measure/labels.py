@@ -11,20 +11,16 @@ others; by a language model; or a rule's; the latter two if a balanced accuracy 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
 from ..base.files import to_json, write_json
 
-if TYPE_CHECKING:
-    import pandas
-
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
 SHOWN_ABOVE = {"model": ("detection", 0.6), "rule": ("tokens", LEAST_SHOWN)}
 Kind = Literal["given", "model", "rule"]
-OURS = {"index": "latent", "description": "label"}  # by Neuronpedia's names
 
 
 @dataclass(frozen=True)
@@ -88,54 +84,31 @@ def add_labels(path: Path, kind: Kind, labels: Mapping[int, Label]) -> Labels:
 
 
 def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
-    """The labels in a file of others, or in all files of a folder: JSON, JSON lines or CSV, also with .gz.
+    """The labels in a file of Neuronpedia's, or in all files of a folder: JSON or JSON lines, also with .gz.
 
-    Entries are as Neuronpedia exports them, `{"index": "12", "description": "..."}`, or `{"latent": 12, "label":
-    "..."}`. Of several labels of a latent the first counts. FormatError if the entries are others, or of another SAE.
+    Entries are `{"index": "12", "description": "..."}`. Of several labels of a latent the first counts. FormatError if
+    the entries are others, or of another SAE.
     """
     import pandas  # a sixth of a second, which commands that only show labels need not wait
 
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    table = pandas.concat([_table(file) for file in files])
-    sources = table.reindex(columns=["modelId", "layer"]).drop_duplicates()
-    if len(sources) > 1:
-        names = " and ".join(" ".join(map(str, source)) for source in sources.to_numpy()[:2])
-        raise FormatError(f"{path} labels latents of several SAEs: expected one, got {names}")
-    latents = table["latent"].astype(int)
+    try:
+        table = pandas.concat(
+            pandas.read_json(file, lines=".jsonl" in file.suffixes, dtype=False) for file in files
+        ).dropna(subset="description")
+        latents = table["index"].astype(int)
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise FormatError(
+            f"cannot read {path}: {one_line(error)}; expected Neuronpedia's entries with index and "
+            "description, as JSON or JSON lines (.jsonl)"
+        ) from error
     if not latents.between(0, d_sae - 1).all():
         raise FormatError(
             f"{path} labels latents {latents.min()} to {latents.max()}: expected 0 to {d_sae - 1}, the "
             "last of the SAE; name its own file with --labels"
         )
     labels: dict[int, Label] = {}
-    for latent, text in zip(latents.tolist(), table["label"].str.strip(), strict=True):
-        if text:
+    for latent, description in zip(latents.tolist(), table["description"], strict=True):
+        if text := str(description).strip():
             labels.setdefault(latent, Label(text))
     return labels
-
-
-def _table(path: Path) -> "pandas.DataFrame":
-    """The columns of a file, as text; latents and labels by our names."""
-    import pandas
-
-    name = path.name.removesuffix(".gz")
-    try:
-        path.open("rb").close()  # pandas takes a missing path for JSON itself
-        if name.endswith(".csv"):
-            table = pandas.read_csv(path, dtype=str, keep_default_na=False)
-        else:
-            table = pandas.read_json(path, lines=name.endswith(".jsonl"), dtype=False)
-    except (OSError, EOFError, ValueError) as error:
-        raise FormatError(
-            f"cannot read {path}: {one_line(error)}; expected JSON, JSON lines (.jsonl) or CSV (.csv)"
-        ) from error
-    table = table.rename(columns=OURS)
-    if {"latent", "label"} <= set(table.columns):
-        table = table.dropna(subset="label").astype({"latent": str})
-        whole = table["latent"].str.fullmatch(r"\d{1,9}").all()
-        if len(table) and whole and table["label"].map(type).eq(str).all():
-            return table
-    raise FormatError(
-        f"{path} has no labels: expected entries with index (or latent), a whole number, and description "
-        f"(or label), a text, got {', '.join(map(str, table.columns)):.60}"
-    )

@@ -21,13 +21,12 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from ..base.errors import ConfigError
-from ..extract.options import COLUMNS
 from ..extract.tokenizer import ROLES
 from ..sae.codes import Codes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
 from ..store.reader import Rows
-from ..store.split import splitmix64, window_starts
+from ..store.split import splitmix64
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
 LOWEST, HIGHEST = -24, 24  # powers of two; sizes outside count in the first or last bin
@@ -39,7 +38,6 @@ BLOCK_PAIRS = 1 << 22  # per product: 16 MB in float32, a few times over
 CHUNK = 1024  # sampled rows per product
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 NOT_STORED = 255  # in place of the role of a token that is no row
-LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
 WINDOWS = 128  # examined before the smallest examples are updated
 
 
@@ -54,12 +52,17 @@ def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> NDArr
 
 
 class Texts(NamedTuple):
-    """The tokens of a block's windows, in order: also those that are no rows, if the store keeps them."""
+    """The tokens of a block's windows, in order, also those that are no rows."""
 
     token_ids: np.ndarray  # (n,)
     starts: np.ndarray  # (W + 1,) the begin of each window among them, and the end of the last
     stored: np.ndarray  # (n,) bool, which are rows of the block
-    gaps: np.ndarray  # (n,) bool, whether tokens are missing before it
+
+    @classmethod
+    def of(cls, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Texts":
+        """Windows one after another, each its token ids, (T,), and which of them are rows, (T,) bool."""
+        token_ids, stored = (np.concatenate(part) for part in zip(*windows, strict=True))
+        return cls(token_ids, np.cumsum([0, *(len(ids) for ids, _ in windows)]), stored)
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,10 @@ class Block:
 
     x: Tensor  # (B, D)
     numbers: np.ndarray  # within the store, (B,)
-    # Values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window.
-    columns: np.ndarray | None
+    # The rows' windows, documents and positions, (2, B), of a store that keeps windows; else each row is a window.
+    texts: Texts | None = None
+    columns: np.ndarray | None = None
     roles: np.ndarray | None = None  # numbers in `tokenizer.ROLES`, (B,), of a store of chats
-    windows: Texts | None = None  # of a store that keeps them
-
-    @cached_property
-    def texts(self) -> Texts | None:
-        if self.windows is not None or self.columns is None:
-            return self.windows
-        documents, positions, token_ids = self.columns
-        rows = len(token_ids)
-        starts = np.concatenate([[0], window_starts(documents, positions), [rows]])
-        gaps = np.diff(positions, prepend=positions[:1]) > 1
-        return Texts(token_ids, starts, np.ones(rows, bool), gaps)
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -91,69 +84,33 @@ class Block:
         return np.searchsorted(np.flatnonzero(self.texts.stored), self.texts.starts)
 
 
-class _PendingWindows:
-    """The windows of rows, read as far as the rows are."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._windows = rows.windows()
-        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
-        self._rows = 0  # of those pending
-
-    def whole(self, rows: int) -> int:
-        """How many of the next rows are in windows that end within them."""
-        while self._rows < rows:
-            self._pending.append(next(self._windows))
-            self._rows += int(self._pending[-1][1].sum())
-        if self._rows == rows:
-            return rows
-        return self._rows - int(self._pending[-1][1].sum())
-
-    def take(self, rows: int) -> Texts:
-        """The windows of the next rows; one that goes on is split after the last of them."""
-        taken = []
-        self._rows -= rows
-        while rows:
-            token_ids, stored = self._pending.pop(0)
-            in_window = int(stored.sum())
-            if in_window > rows:
-                end = int(np.flatnonzero(stored)[rows])
-                self._pending.insert(0, (token_ids[end:], stored[end:]))
-                token_ids, stored, in_window = token_ids[:end], stored[:end], rows
-            taken.append((token_ids, stored))
-            rows -= in_window
-        token_ids, stored = (np.concatenate(part) for part in zip(*taken, strict=True))
-        starts = np.cumsum([0, *(len(window) for window, _ in taken)])
-        return Texts(token_ids, starts, stored, np.zeros(len(stored), bool))
-
-
 def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
-    """Batches of these rows, (B, D), as blocks; with tokens, only a window of more than `LONGEST` batches is split."""
+    """Batches of these rows, (B, D), as blocks, of whole windows if the store keeps them."""
     meta = rows.store.meta
     numbers = rows.numbers(batch_rows)
-    if not set(COLUMNS) <= set(meta.columns):
+    if not meta.windows:
         for x, numbers_of_batch in zip(batches, numbers, strict=True):
-            yield Block(x, numbers_of_batch, None)
+            yield Block(x, numbers_of_batch)
         return
-    names = [*COLUMNS, "role"] if "role" in meta.columns else [*COLUMNS]
+    names = ["document", "position", *(["role"] if "role" in meta.columns else [])]
     columns = [rows.column(name, batch_rows) for name in names]
-    pending = _PendingWindows(rows) if meta.windows else None
-
-    def block(x: Tensor, table: np.ndarray) -> Block:
-        windows = None if pending is None else pending.take(len(x))
-        return Block(x, table[0], table[1:4], table[4] if len(table) > 4 else None, windows)
-
+    windows = rows.windows()
     x, table = torch.empty(0), np.empty((1 + len(names), 0), np.int64)  # of a window begun
+    pending: list[tuple[np.ndarray, np.ndarray]] = []  # windows of these rows
+    in_pending = 0  # rows, also those to come
     for batch, *values in zip(batches, numbers, *columns, strict=True):
         x = torch.cat([x, batch]) if len(x) else batch
         table = np.concatenate([table, np.stack(values)], axis=1)
-        end = pending.whole(len(x)) if pending else int(window_starts(*table[1:3]).max(initial=0))
-        if not end and len(x) > LONGEST * batch_rows:
-            end = len(x)
-        if end:
-            yield block(x[:end], table[:, :end])
-        x, table = x[end:], table[:, end:]
-    if len(x):
-        yield block(x, table)
+        while in_pending < len(x):
+            pending.append(next(windows))
+            in_pending += int(pending[-1][1].sum())
+        goes_on = pending[-1:] if in_pending > len(x) else []
+        whole = pending[: len(pending) - len(goes_on)]
+        end = in_pending - sum(int(stored.sum()) for _, stored in goes_on)
+        if whole:
+            roles = table[3, :end] if len(table) > 3 else None
+            yield Block(x[:end], table[0, :end], Texts.of(whole), table[1:3, :end], roles)
+        x, table, pending, in_pending = x[end:], table[:, end:], goes_on, in_pending - end
 
 
 def bin_edges() -> np.ndarray:
@@ -346,7 +303,6 @@ class Examples:
                 "document": np.zeros(shape, np.int64),
                 "position": np.zeros(shape, np.int32),
                 "peak": np.zeros(shape, np.int16),
-                "gap": np.zeros(excerpt, bool),
                 "token": np.zeros(excerpt, np.int32),
             }
 
@@ -357,8 +313,8 @@ class Examples:
             Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
             row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also
             `document` and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's
-            token ids, -1 after its end, those that are no rows too if the store keeps windows, with code 0; `gap`,
-            (C, N, T), whether tokens are missing before a token; of chats `role`, (C, N, T), or `NOT_STORED`.
+            token ids, -1 after its end, those that are no rows too, with code 0; of chats `role`, (C, N, T), or
+            `NOT_STORED`.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         return {name: kept[indices] for name, kept in self._kept.items() if name != "mark"}
@@ -447,7 +403,6 @@ def _read(z: Tensor, block: Block, peaks: _Peaks) -> dict[str, np.ndarray]:
         "document": block.columns[0][peaks.rows],
         "position": block.columns[1][peaks.rows],
         "peak": peak_tokens - begins,
-        "gap": texts.gaps[at] & inside & (np.arange(TOKENS) > 0),
         "token": token,
     }
     if block.roles is not None:

@@ -141,49 +141,25 @@ class Measured:
         return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
 
     @cached_property  # it reads the column `source`
-    def _sources(self) -> dict[str, int | None]:
-        """The sources of a mixture by name: their numbers, None for those without a row here."""
+    def by_source(self) -> "dict[str, Measured]":
+        """Of a mixture with rows of several sources, the same on the rows of each, by name."""
         if not self.rows.inputs or self.source is not None or not self.store.meta.sources:
             return {}
         columns = self.of_store.column("source", self.batch_rows)
-        present = {int(number) for part in columns for number in np.unique(part)}
-        return {
-            name: number if number in present else None
-            for number, name in enumerate(self.store.meta.sources)
-        }
-
-    @property
-    def by_source(self) -> "dict[str, Measured]":
-        """Of a mixture with rows of several sources, the same on the rows of each, by name."""
-        present = {name: number for name, number in self._sources.items() if number is not None}
+        present = sorted({int(number) for part in columns for number in np.unique(part)})
         if len(present) < 2:
             return {}
-        return {name: replace(self, source=number) for name, number in present.items()}
-
-    def note_absent_sources(self, listener: Listener) -> None:
-        absent = [name for name, number in self._sources.items() if number is None]
-        if absent:
-            listener.note(
-                f"{self.rows.name}: the {self.split} rows hold none of {' and '.join(absent)}, where "
-                "measures by source are left out; --split all measures every row"
-            )
+        names = list(self.store.meta.sources)
+        return {names[number]: replace(self, source=number) for number in present}
 
     @cached_property
     def _massive_norms(self) -> list[float]:
-        """`OUTLYING` times the median norm of all rows, at each hook point that is predicted."""
-        if self.rows.inputs:
-            predicted = [self.rows.target] if self.rows.target else self.rows.inputs
-            medians = []
-            for rows in predicted:
-                assert rows.store.meta.norms is not None
-                medians.append(rows.store.meta.norms.median)
-        else:
-            batches = self.rows.sequential(self.batch_rows)
-            y = [torch.from_numpy(batch[:, -self.sae.d_out :]) for batch in batches]
-            medians = [
-                float(torch.cat([part[:, place].norm(dim=1) for part in y]).median())
-                for place in self.sae.hook_columns
-            ]
+        """`OUTLYING` times the median norm of a store's rows, at each hook point that is predicted."""
+        predicted = [self.rows.target] if self.rows.target else self.rows.inputs
+        medians = []
+        for rows in predicted:
+            assert rows.store.meta.norms is not None
+            medians.append(rows.store.meta.norms.median)
         return [OUTLYING * median for median in medians]
 
     def massive(self, y: Tensor) -> Tensor:

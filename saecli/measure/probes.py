@@ -13,11 +13,10 @@ difference; Kantamneni et al., "Are Sparse Autoencoders Useful? A Case Study in 
 Shapes: N texts of a set, T tokens, D = d_in, F = d_sae, P features of a probe.
 """
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, ModelError, demand_at_least, did_you_mean, one_line
+from ..base.errors import ConfigError, ModelError, demand_at_least
 from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
@@ -52,14 +51,12 @@ ROWS, LEAST_ROWS = 200, 20  # texts of a set
 CONTEXT = 1024  # tokens of a text, as in sae-probes
 MEASURES = ("accuracy", "auc")
 FOLDS, INNER_FOLDS = 5, 3
-OVERLAP = 1 / (FOLDS - 1)  # test rows over training rows of a fold
 CS = (1e-4, 1e-2, 1.0, 1e2)  # inverse weights of the squared penalty
 SEED = 0  # of the folds, and of the choice of texts
 LEVEL = 0.95  # of intervals
 PACKAGE = "sae_probes"
 CATALOGUE = "probing_datasets_MASTER.csv.zst"
 BINARY = "Binary Classification"
-REMEDY = "install sae-probes again"
 
 
 def probe(
@@ -84,8 +81,7 @@ def probe(
         model: hub id, also ID@REVISION, folder or GGUF file; None for the language model whose activations the SAEs
             were trained on, at their commit.
         layer, site, or module: the hook point that the SAEs read, if their files do not say.
-        sets: names of the sets of sae-probes, their numbers, or patterns; as one text, separated by commas; None for
-            all 113.
+        sets: names of the sets of sae-probes, or patterns; as one text, separated by commas; None for all 113.
         rows: texts per set, half of each class, at least 20.
         k: numbers of latents of a probe.
         context: tokens read of a text, its last ones; None for 1,024, or the model's positions.
@@ -98,8 +94,8 @@ def probe(
             `auc`, means over sets, and the ends of their 95% intervals, `accuracy_low` to `auc_high`; for an SAE
             `auc_difference` and its ends, the mean over sets of the AUC less the dense probe's. Ends are None for
             a single set.
-        by_set: the same for each set, with its name, `set`, and `rows`, and intervals by folds; for an SAE also
-            `latents`, with the largest mean difference over all rows.
+        by_set: `accuracy` and `auc` for each set, with its name, `set`, and `rows`; for an SAE also `latents`, with the
+            largest mean difference over all rows.
     """
     listener = listening(progress)
     demand_at_least("rows", rows, LEAST_ROWS)
@@ -184,16 +180,16 @@ def _line(
     labelled: LabelledSet, run: str | None, point: HookPoint, k: int | None, scores: Scores
 ) -> dict[str, Any]:
     line = {"set": labelled.name, "rows": len(labelled.texts), "run": run, **point.place, "k": k}
-    return line | means_and_intervals(scores, OVERLAP)
+    return line | {name: float(values.mean()) for name, values in scores.items()}
 
 
 def means_and_intervals(
-    values: Mapping[str, Sequence[float] | NDArray[np.float64]], overlap: float = 0.0
+    values: Mapping[str, Sequence[float]],
 ) -> dict[str, float | None]:
     """The mean of each measure's values, and the ends of its interval; see `mean_and_interval`."""
     means: dict[str, float | None] = {}
     for name, each in values.items():
-        mean, low, high = mean_and_interval(np.asarray(each), overlap)
+        mean, low, high = mean_and_interval(np.asarray(each))
         means |= {name: mean, f"{name}_low": low, f"{name}_high": high}
     return means
 
@@ -216,18 +212,13 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mean_and_interval(
-    values: NDArray[np.float64], overlap: float = 0.0
+    values: NDArray[np.float64],
 ) -> tuple[float | None, float | None, float | None]:
-    """The mean, None for no value, and the ends of its 95% interval by Student's t, None for less than two.
-
-    Scores of folds depend on each other, since their training parts overlap. With `overlap`, test rows over training
-    rows of a fold, the variance of their mean is `(1/n + overlap) s^2` (Nadeau and Bengio, "Inference for the
-    Generalization Error", 2003).
-    """
+    """The mean, None for no value, and the ends of its 95% interval by Student's t, None for less than two."""
     if len(values) < 2:
         return float(values[0]) if len(values) else None, None, None
     mean = float(np.mean(values))
-    deviation = np.std(values, ddof=1) * np.sqrt(1 / len(values) + overlap)
+    deviation = np.std(values, ddof=1) / np.sqrt(len(values))
     low, high = student.interval(LEVEL, len(values) - 1, mean, max(deviation, np.finfo(float).tiny))
     return mean, float(low), float(high)
 
@@ -324,7 +315,7 @@ def codes_of(sae: SAE, x: Tensor) -> csr_matrix:
 
 
 class Sets:
-    """The sets of the installed package; `names` in its order. ModelError if it is not installed or is damaged."""
+    """The sets of the installed package; `names` in its order. ModelError if it is not installed."""
 
     def __init__(self) -> None:
         package = find_spec(PACKAGE)
@@ -336,7 +327,7 @@ class Sets:
             )
         assert package.submodule_search_locations is not None  # it is a folder
         folder = Path(package.submodule_search_locations[0], "data")
-        catalogue = _read_table(folder / CATALOGUE, ["Data type", "Dataset save name"])
+        catalogue = _read(folder / CATALOGUE, ["Data type", "Dataset save name"])
         saved = catalogue["Dataset save name"][catalogue["Data type"] == BINARY]
         self._files = {
             Path(name).name.removesuffix(".csv"): folder / f"{name}.zst" for name in saved
@@ -344,33 +335,26 @@ class Sets:
         self.names = list(self._files)
 
     def chosen(self, words: str | Sequence[str] | None) -> list[str]:
-        """The sets that words match: names (87_glue_cola), their numbers or names alone (87, glue_cola), or patterns
-        (*emotion*); as one text, separated by commas; None for all."""
+        """The sets that words match: names, or patterns such as *emotion*; as one text, separated by commas; None for
+        all."""
         if words is None:
             return self.names
         if isinstance(words, str):
             words = [word.strip() for word in words.split(",")]
         chosen: set[str] = set()
         for word in words:
-            matching = {name for name in self.names if _matches(name, word)}
+            matching = fnmatch.filter(self.names, word)
             if not matching:
-                without_number = [name.partition("_")[2] for name in self.names]
-                advice = did_you_mean(word, [*self.names, *without_number]) or (
-                    f"there are {', '.join(self.names[:3])} and more; '*glue*' chooses all with glue in their names"
+                raise ConfigError(
+                    f"--sets must name sets of sae-probes, such as {self.names[0]}, got {word!r}; '*glue*' takes all "
+                    "with glue in their names"
                 )
-                raise ConfigError(f"--sets must name sets of sae-probes, got {word!r}; {advice}")
-            chosen |= matching
+            chosen.update(matching)
         return [name for name in self.names if name in chosen]
 
     def read(self, name: str, rows: int) -> LabelledSet:
         """A set's texts: `rows`, half of each class, always the same ones; fewer if it has fewer."""
-        path = self._files[name]
-        table = _read_table(path, ["prompt", "target"])
-        classes = table["target"].nunique()
-        if classes != 2:
-            raise ModelError(
-                f"{path} is damaged: expected targets of two classes, got {classes}; {REMEDY}"
-            )
+        table = _read(self._files[name], ["prompt", "target"])
         labels = (table["target"] == table["target"].max()).to_numpy(dtype=bool)
         each = min(rows // 2, labels.sum(), (~labels).sum())
         draw = np.random.default_rng(SEED)
@@ -380,23 +364,5 @@ class Sets:
         return LabelledSet(name, table["prompt"].iloc[taken].tolist(), labels[taken])
 
 
-def _matches(name: str, word: str) -> bool:
-    number, _, without_number = name.partition("_")
-    return word == number or fnmatchcase(name, word) or fnmatchcase(without_number, word)
-
-
-def _read_table(path: Path, columns: list[str]) -> pandas.DataFrame:
-    import zstandard  # comes with sae-probes
-
-    # pandas alone would take what is left of a file that is cut off.
-    stream = zstandard.ZstdDecompressor().decompressobj()
-    try:
-        content = stream.decompress(path.read_bytes())
-        if not stream.eof:
-            raise ValueError("a file that is cut off")
-        return pandas.read_csv(BytesIO(content), usecols=columns, dtype=str, keep_default_na=False)
-    except (OSError, ValueError, zstandard.ZstdError) as error:
-        raise ModelError(
-            f"cannot read {path}: expected a table of {' and '.join(columns)}, got {one_line(error)}; "
-            f"{REMEDY}"
-        ) from error
+def _read(path: Path, columns: list[str]) -> pandas.DataFrame:
+    return pandas.read_csv(path, usecols=columns, dtype=str, keep_default_na=False)

@@ -19,7 +19,7 @@ from scipy.sparse import csc_array, csr_array, vstack
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, ModelError, demand_at_least, demand_text, unknown_choice
+from ..base.errors import ConfigError, demand_at_least, demand_text, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
@@ -141,11 +141,6 @@ class _Reader:
         if isinstance(text, str):
             return text
         tokenizer, model = self._model.tokenizer, self._model.source.name
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ModelError(
-                f"the tokenizer of {model} has no chat template; expected one, to render messages by; "
-                "give a text, or a model that was trained on chats"
-            )
         return Chats(tokenizer, None, model).read({"messages": text}, "messages", name)
 
 

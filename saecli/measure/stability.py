@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from ..base.console import Listener, listening
-from ..base.devices import device_named
-from ..base.errors import ConfigError, MachineError, size_words
+from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.machine import available_memory
 from ..sae.dictionary import SAE, Dictionary
-from ..sae.library import SAELike, Subject, open_sae
+from ..sae.library import SAELike, Subject
 from ..sae.metrics import firing
 from ..store.split import Which
 from .measured import ChosenRows, Measured, RowsLike
@@ -52,20 +51,20 @@ def stability(
 
     Args:
         saes: two or more, as in `evaluate`, of one d_in and one store.
-        data: rows that decide which latents fire, as in `evaluate`; None reads no rows.
+        data: rows that decide which latents fire, as in `evaluate`.
         match_threshold: a `|cosine|`, in [0, 1).
         split, device, home, progress: as in `evaluate`. Assignments are on the CPU.
 
     Returns:
         pw_mcc, matched_fraction: means over the pairs.
-        firing: the same for latents that fire; None without rows, its entries None without such latents.
+        firing: the same for latents that fire, None without such latents.
         pairs: for each pair `runs`, `latents`, the number matched, both measures, the same `firing`, and
             `counterparts`, a latent of the second or None for each latent of the first.
         runs: for each SAE `run`, `d_sae`, `silent`, a number, and per latent `cosine`, the mean `|cosine|` with its
             counterparts, None without one, `match_fraction`, the fraction of the other SAEs in which it is matched, and
-            `frequency`, the fraction of rows that it fires on; None without rows.
+            `frequency`, the fraction of rows that it fires on.
 
-    Cost: R (R - 1) / 2 assignments; see `matching`. With rows, a pass over them for each SAE.
+    Cost: R (R - 1) / 2 assignments, see `matching`, and a pass over the rows for each SAE.
 
     Sources: Song et al., "Position: Mechanistic Interpretability Should Prioritize Feature Consistency in SAEs",
     arXiv:2505.20254 (PW-MCC); Paulo and Belrose, "Sparse Autoencoders Trained on the Same Data Learn Different
@@ -75,11 +74,6 @@ def stability(
         raise ConfigError(f"match_threshold must be in [0, 1), got {match_threshold}")
     demand_several(len(saes))
     listener = listening(progress)
-    if data is None:
-        opened = [open_sae(Home.at(home), sae, listener) for sae in saes]
-        names = check_comparable([(subject, saved.sae) for subject, saved in opened])
-        models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
-        return _document(names, models, None, match_threshold, listener)
     measured = ChosenRows(Home.at(home), data, split, device, listener).with_all(saes)
     return stability_of(measured, listener, match_threshold)
 
@@ -88,7 +82,8 @@ def stability_of(
     measured: Sequence[Measured], listener: Listener, match_threshold: float = MATCH_THRESHOLD
 ) -> dict[str, Any]:
     """As `stability`, for SAEs with their rows."""
-    names = check_comparable([(each.subject, each.sae) for each in measured])
+    check_comparable([(each.subject, each.sae) for each in measured])
+    names = [each.subject.name for each in measured]
     frequencies = [firing(each.sae, each.inputs(listener)).frequency.numpy() for each in measured]
     return _document(names, [each.sae for each in measured], frequencies, match_threshold, listener)
 
@@ -101,48 +96,32 @@ def demand_several(saes: int) -> None:
         )
 
 
-def check_comparable(saes: Sequence[tuple[Subject, SAE]]) -> list[str]:
-    """The SAEs' names, numbered where several have the same; refuses SAEs that differ in d_in or in the store that they
-    were trained on, or have weights that are not finite."""
-    names = [subject.name for subject, _ in saes]
-    names = [
-        f"{name} {number}" if names.count(name) > 1 else name
-        for number, name in enumerate(names, 1)
-    ]
-    known: tuple[str, Subject] | None = None  # the first that names its store
-    for name, (subject, sae) in zip(names, saes, strict=True):
-        for width in ("d_in", "d_out"):
-            expected, got = getattr(saes[0][1], width), getattr(sae, width)
-            if got != expected:
-                raise ConfigError(
-                    f"--stability compares runs of one {width}: expected {name} to have {expected} as "
-                    f"{names[0]}, got {got}; name runs trained on the same rows"
-                )
+def check_comparable(saes: Sequence[tuple[Subject, SAE]]) -> None:
+    """Refuses SAEs that differ in d_in or in their store, or have weights that are not finite."""
+    first, first_sae = saes[0]
+    for subject, sae in saes:
+        if sae.d_in != first_sae.d_in:
+            raise ConfigError(
+                f"--stability compares runs of one d_in: expected {subject.name} to have {first_sae.d_in} as "
+                f"{first.name}, got {sae.d_in}; name runs trained on the same rows"
+            )
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
             raise ConfigError(
-                f"--stability cannot match the latents of {name}: expected finite weights, got a NaN or "
+                f"--stability cannot match the latents of {subject.name}: expected finite weights, got a NaN or "
                 "infinity; leave it out, or train it again"
             )
-        if subject.data is None:
-            continue
-        first, other = known = known or (name, subject)
-        if subject.data != other.data:
-            raise ConfigError(
-                f"--stability compares runs of the same data: expected {name} to be trained on "
-                f"{other.data} as {first}, got {subject.data}; name runs trained on one store"
-            )
-        if len({subject.data_hash, other.data_hash} - {None}) > 1:
-            raise ConfigError(
-                f"--stability compares runs of the same data: expected {name} and {first} to be trained "
-                f"on one store, got two named {subject.data}; train one of them again"
-            )
-    return names
+    stores = sorted({subject.data for subject, _ in saes if subject.data is not None})
+    if len(stores) > 1:
+        raise ConfigError(
+            f"--stability compares runs of the same data, got runs trained on {' and '.join(stores)}; "
+            "name runs trained on one store"
+        )
 
 
 def _document(
     names: Sequence[str],
     saes: Sequence[SAE],
-    frequencies: Sequence[NDArray[np.float64]] | None,
+    frequencies: Sequence[NDArray[np.float64]],
     threshold: float,
     listener: Listener,
 ) -> dict[str, Any]:
@@ -151,52 +130,44 @@ def _document(
     pairs: list[dict[str, Any]] = []
     with listener.progress("matching latents", len(index_pairs), "pairs") as show:
         for i, j in index_pairs:
-            if saes[i].W_dec.equal(saes[j].W_dec):
-                listener.note(
-                    f"warning: {names[i]} and {names[j]} have the same decoder, so that they say nothing on "
-                    "stability; expected runs that differ in seed"
-                )
             match = matching(saes[i], saes[j])
             cosines[i][j, match.first] = cosines[j][i, match.second] = match.cosine
-            of_firing = None
-            if frequencies is not None:
-                fire = (frequencies[i][match.first] > 0) & (frequencies[j][match.second] > 0)
-                of_firing = _measures(match.cosine[fire], threshold)
+            fire = (frequencies[i][match.first] > 0) & (frequencies[j][match.second] > 0)
             counterparts = dict(zip(match.first.tolist(), match.second.tolist(), strict=True))
             pairs.append(
                 {
                     "runs": [names[i], names[j]],
                     **_measures(match.cosine, threshold),
-                    "firing": of_firing,
+                    "firing": _measures(match.cosine[fire], threshold),
                     "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)],
                 }
             )
             show(len(pairs))
-    runs = []
-    for run, name in enumerate(names):
-        frequency = None if frequencies is None else frequencies[run]
-        runs.append({"run": name, **_run_document(cosines[run], threshold, frequency)})
+    runs = [
+        {"run": name, **_run_document(cosine, threshold, frequency)}
+        for name, cosine, frequency in zip(names, cosines, frequencies, strict=True)
+    ]
     return {
         "match_threshold": threshold,
         **_means(pairs),
-        "firing": None if frequencies is None else _means([pair["firing"] for pair in pairs]),
+        "firing": _means([pair["firing"] for pair in pairs]),
         "pairs": pairs,
         "runs": runs,
     }
 
 
 def _run_document(
-    cosines: NDArray[np.float64], threshold: float, frequency: NDArray[np.float64] | None
+    cosines: NDArray[np.float64], threshold: float, frequency: NDArray[np.float64]
 ) -> dict[str, Any]:
     """The entry of a run, given the |cosine| of each latent with its counterpart in each run, (R, F), NaN without."""
     sums, counts = np.nansum(cosines, axis=0), np.isfinite(cosines).sum(0)
     of_latents = zip(sums.tolist(), counts.tolist(), strict=True)
     return {
         "d_sae": cosines.shape[1],
-        "silent": None if frequency is None else int((frequency == 0).sum()),
+        "silent": int((frequency == 0).sum()),
         "cosine": [total / count if count else None for total, count in of_latents],
         "match_fraction": ((cosines > threshold).sum(0) / (len(cosines) - 1)).tolist(),
-        "frequency": None if frequency is None else frequency.tolist(),
+        "frequency": frequency.tolist(),
     }
 
 
@@ -243,14 +214,7 @@ def matching(first: Dictionary, second: Dictionary) -> Matching:
 
     swapped = first.d_sae > second.d_sae  # scipy copies a matrix that is higher than wide
     decoders = [first.decoder(), second.decoder()]
-    narrow, wide = (_unit(W_dec.double()).float() for W_dec in sorted(decoders, key=len))
-    needed, free = 8 * len(narrow) * len(wide), available_memory()
-    if needed > free:
-        raise MachineError(
-            f"too little memory to match {first.d_sae:,} latents with {second.d_sae:,}: expected "
-            f"{size_words(needed)} or more free, got {size_words(free)}; end other programs, or match "
-            "SAEs with fewer latents"
-        )
+    narrow, wide = (normalize(W_dec.double()).float() for W_dec in sorted(decoders, key=len))
     # Negated and in float64: scipy would make copies of anything else.
     cost = np.empty((len(narrow), len(wide)))
     for start in range(0, len(narrow), BLOCK_ROWS):
@@ -260,7 +224,7 @@ def matching(first: Dictionary, second: Dictionary) -> Matching:
     latents = np.stack([of_wide, of_narrow] if swapped else [of_narrow, of_wide])
     latents = latents[:, np.argsort(latents[0])]
     w, v = (
-        _unit(W_dec[torch.from_numpy(chosen).to(W_dec.device)].double())
+        normalize(W_dec[torch.from_numpy(chosen).to(W_dec.device)].double())
         for W_dec, chosen in zip(decoders, latents, strict=True)
     )
     return Matching(latents[0], latents[1], (w * v).sum(1).abs().clamp(max=1).cpu().numpy())
@@ -278,7 +242,7 @@ def neighbours(
 
     Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
     """
-    directions = torch.nn.functional.normalize(W_dec, dim=1)
+    directions = normalize(W_dec)
     parts = []
     done = 0
     for part in chosen.to(W_dec.device).split(max(1, BLOCK_COSINES // len(W_dec))):
@@ -289,11 +253,3 @@ def neighbours(
         show(done)
     values, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
     return values, latents
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    """Rows of length 1, except those of length 0."""
-    # Divided by its largest entry first, a row's squares neither vanish nor overflow.
-    tiny = torch.finfo(vectors.dtype).tiny
-    vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp(min=tiny)
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=tiny)

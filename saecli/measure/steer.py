@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.documents import point_words
-from ..base.errors import ConfigError, counted, demand_text, unknown_choice
+from ..base.errors import ConfigError, counted, demand_at_least, demand_text, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import find_model
@@ -63,8 +63,6 @@ def _change(
         raise ConfigError(
             f"--latent must be from 0 to {last}, the last of {hooked.name}, got {latents}"
         )
-    if len(np.unique(numbers)) < len(numbers):
-        raise ConfigError(f"--latent names a latent twice in {numbers.tolist()}; name each once")
     if method == "ablate":
         if scale is not None:
             raise ConfigError("--scale does nothing with --method ablate; leave it out, or clamp")
@@ -200,7 +198,7 @@ def steer(
     module: str | None = None,
     max_new_tokens: int = NEW_TOKENS,
     temperature: float = 0.0,
-    seed: int | None = None,
+    seed: int = 0,
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
@@ -214,11 +212,7 @@ def steer(
         on `store_rows` rows of the store that the SAE was trained on, None without these; and `continuations`, for each
         `prompt` the texts that follow it, `plain` and `steered`.
     """
-    if not 0 <= temperature < np.inf:
-        raise ConfigError(f"--temperature must be at least 0 and finite, got {temperature}")
-    if seed is not None and not temperature:
-        raise ConfigError("--seed does nothing without --temperature, such as 1; leave it out")
-    seed = seed or 0
+    demand_at_least("temperature", temperature, 0)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     listener, home = listening(progress), Home.at(home)
     if model is not None and "@" in model:  # a branch or a tag, where SAEs name a commit

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..base.console import Listener
-from ..base.errors import ConfigError
 from ..extract.splice import hooked, stored_windows
 from ..store.opening import Joined
 from .evaluate import TOKENS, check_model
@@ -54,16 +53,10 @@ def together(
 def _demand_same_tokens(
     measured_saes: Sequence[Measured], model: str | Sequence[str]
 ) -> "ModelSource":
-    """The model that all rows came from; ConfigError unless they are the same tokens, and the same held-out ones."""
+    """The model that all rows came from; ConfigError unless they are the same tokens."""
     sources = [check_model(each, model)[0][1] for each in measured_saes]
     stores = [own.store for each in measured_saes for own in each.rows.inputs]
     Joined(tuple({store.path: store for store in stores}.values())).demand_alike()
-    splits = {(each.split, each.of_store.split.seed) for each in measured_saes}
-    if len(splits) > 1:
-        raise ConfigError(
-            "--together needs the same held-out rows of all runs, got runs of several split seeds; give runs of "
-            "one, or --split all"
-        )
     return sources[0]
 
 

@@ -264,7 +264,7 @@ def _probes_by_set(document: Document, k: int) -> RenderableType:
     for name, lines in sets.items():
         cells = [probes_of(lines, run, k)[0] for run in runs]
         cells += [probes_of(lines, run, None)[0] for run in places.values()]
-        rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
+        rows.append([name, lines[0]["rows"], *(f"{cell['auc']:.3f}" for cell in cells)])
     heads = [f"{run['run']}, k = {k}" for run in runs]
     if len(places) > 1:
         heads += [f"dense, {point_words(*place)}" for place in places]

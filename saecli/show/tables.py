@@ -320,7 +320,6 @@ def geometry_table(document: Document) -> RenderableType:
         ["cells with one row", occupancy["singletons"], fullest],
         ["effective number of cells", occupancy["effective"], entropy],
         ["rank of a cell's map, median", rank["median"], full],
-        *_degenerate_lines(document["degenerate"]),
     ]
     if (diagram := document["power_diagram"]) is not None:
         detail = f"of {counted(diagram['rows'], 'row')}, {counted(diagram['ties'], 'tie')} left out"
@@ -337,17 +336,6 @@ def geometry_table(document: Document) -> RenderableType:
     title = f"{document['run']} on {document['data']}, {document['split']} rows"
     lines += _reference_lines(document["references"])
     return table(title, ["measure", "value", "detail"], lines)
-
-
-def _degenerate_lines(counts: Mapping[str, int]) -> list[list[Any]]:
-    lines: list[list[Any]] = []
-    if counts["zero_encoder"] or counts["zero_decoder"]:
-        detail = f"{counts['zero_decoder']:,} with a decoder of zeros"
-        lines.append(["latents without encoder weights", counts["zero_encoder"], detail])
-    if counts["equal_encoder"] or counts["equal_decoder"]:
-        detail = f"{counts['equal_decoder']:,} with another's decoder"
-        lines.append(["latents equal to another", counts["equal_encoder"], detail])
-    return lines
 
 
 def _reference_lines(references: Document) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from saecli.store.split import is_test
 
 JSON_KEYS = """
 run data split act rows l0 cells_visited cells_possible_log10 cells_share_log10 occupancy rank
-degenerate power_diagram margin complexity other_split references
+power_diagram margin complexity other_split references
 """
 KEYS = JSON_KEYS.split()
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
@@ -85,22 +85,6 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     assert references["held_out"] is True
     assert (other["split"], other["rows"]) == ("train", 3000 - len(rows))
     assert references["rows_fitted"] == other["rows"]
-
-
-def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
-    tensors = random_sae(TopK(3)).tensors()
-    tensors["W_enc"][:, :2], tensors["W_dec"][3] = tensors["W_enc"][:, 5:6].clone(), 0
-    tensors["b_enc"][:2] = tensors["b_enc"][5].clone()
-    make_run(sae.home, "twins", SAE(**tensors, activation=TopK(3)))
-    degenerate = sae("geometry", "--json").json["degenerate"]
-    counts = {"zero_encoder": 0, "equal_encoder": 3, "zero_decoder": 1, "equal_decoder": 0}
-    assert degenerate == counts
-    out = sae("geometry").out
-    assert "latents equal to another" in out
-    assert "1 with a decoder of zeros" in out
-    tensors["b_enc"][7] = torch.nan
-    make_run(sae.home, "broken", SAE(**tensors, activation=TopK(3)), created="2027-01-01")
-    sae("geometry").fails(1, "b_enc")
 
 
 def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine):

@@ -88,7 +88,7 @@ def test_every_command_reads_the_file(sae: CommandLine, tmp_path: Path, text: Pa
         f"finetune first --model {path} --tokens 500 --name tuned",
         f"steer first --model {path} --latent 1 --scale 2 --prompt ab --max-new-tokens 3",
         f"report first --model {path} --out {tmp_path / 'pages'}",
-        f"controls first --model {path} --seeds 1",
+        f"controls first --model {path}",
         f"train --model {path} --layer 1 --dataset {text} --rows 200 --act topk --k 4 --d-sae 16 --name streamed",
     ):
         sae(*command.split()).succeeds()

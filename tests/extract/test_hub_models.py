@@ -178,7 +178,7 @@ def test_weights_are_those_that_transformers_reads():
 COMMANDS = {
     "eval": ("--model", MODEL, "--tokens", "200"),
     "refit": ("--model", MODEL, "--tokens", "200"),
-    "controls": ("--model", MODEL, "--tokens", "200", "--seeds", "1"),
+    "controls": ("--model", MODEL, "--tokens", "200"),
     "finetune": ("--tokens", "200"),
     "steer": ("--latent", "1", "--scale", "8", "--prompt", "abc", "--max-new-tokens", "3"),
     "read": ("--prompt", "abc"),

@@ -305,8 +305,6 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
             assert one[name] == pytest.approx(alone[name])
         frequency = saecli.sparsity(run, x[source == number])["frequency"]
         assert other["frequency"] == pytest.approx(frequency, abs=1e-3)
-        firings = np.multiply(other["firings"], fired["frequency"]) * 14_000
-        assert firings == pytest.approx(np.array(other["frequency"]) * other["rows"])
     rates = np.array([one["frequency"] for one in fired["sources"]])
     others = np.array([[14_000 - one["rows"]] for one in fired["sources"]])
     enough = others * np.array(fired["frequency"]) >= 10
@@ -314,7 +312,7 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
     assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
 
 
-def test_a_source_of_two_documents_is_measured_and_one_of_a_single_document_named(
+def test_a_source_of_two_documents_is_measured_and_one_of_a_single_document_is_not(
     sae: CommandLine, tmp_path
 ):
     counts = {"a": [40] * 20, "b": [60, 60], "c": [80]}
@@ -326,16 +324,13 @@ def test_a_source_of_two_documents_is_measured_and_one_of_a_single_document_name
     assert sae("extract", "--model", "tiny-gemma2", *with_single).status == 0
     train = ["train", "--data", "two", "--act", "topk", "--k", "2", "--d-sae", "32", "--steps", "5"]
     assert sae(*train, "--name", "run").status == 0
-    both = sae("eval", "run", "--json")
-    found = both.json["runs"][0]["sources"]
+    found = sae("eval", "run", "--json").json["runs"][0]["sources"]
     assert [Path(one["source"]).name for one in found] == ["a.jsonl", "b.jsonl"]
     assert found[1]["rows"] == 60
-    assert "hold none" not in both.err
 
     for command in ("eval", "sparsity"):
         alone = sae(command, "run", "--data", "single", "--json")
         assert "sources" not in alone.json["runs"][0]
-        assert f"test rows hold none of {texts[5]}, where" in alone.err
 
 
 @pytest.mark.slow

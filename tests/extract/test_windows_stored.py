@@ -176,7 +176,6 @@ def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, op
     one = random_sae(d_in=store.d_in, seed=0)
     make_run(sae.home, "random", one, data="store", split_seed=3)
     done = sae("eval", "random", "--model", folder, "--tokens", "1000000", "--json")
-    assert "special tokens (BOS) keep their own activations in ce_spliced" in done.err
     (found,) = done.json["runs"]
 
     llama, double = LlamaForCausalLM.from_pretrained(folder).double(), one.copy_to(torch.float64)
@@ -215,7 +214,7 @@ def test_report_texts_show_every_token_of_a_window(tmp_path, folder, store):
             expected = np.zeros(len(mask))
             expected[mask] = codes[np.array(window_of) == number, latent]
             assert example["codes"] == pytest.approx(expected, rel=1e-3, abs=page["scale"])
-            assert example["peak"] == example["position"] and example["gaps"] == []
+            assert example["peak"] == example["position"]
             seen.add(number)
     assert len(seen) > 5
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saecli.base.errors import ConfigError
 from saecli.geometry import geometry
 from saecli.geometry.cells import Cells, PowerDiagram, agreement, cells_of
-from saecli.geometry.geometry import Census, degenerate, describe, rank, support_keys, survey_rows
+from saecli.geometry.geometry import Census, describe, rank, support_keys, survey_rows
 from saecli.sae.activations import (
     AbsTopK,
     Activation,
@@ -25,7 +25,6 @@ from saecli.sae.activations import (
     ReluTopK,
     TopK,
 )
-from saecli.sae.dictionary import SAE
 
 
 def supports_at(cells: Cells, rows: torch.Tensor) -> torch.Tensor:
@@ -153,22 +152,6 @@ def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
         result = rank(sae, support.nonzero()[:, 0])
         # Between them lies rounding.
         assert (relative > 1e-12).sum() <= result <= (relative > 1e-18).sum()
-
-
-def test_equal_and_zero_latents_are_counted() -> None:
-    sae = case_of(JumpRelu(), 4, 12).sae
-    assert set(degenerate(sae).values()) == {0}
-    W_enc, b_enc, W_dec = sae.W_enc.clone(), sae.b_enc.clone(), sae.W_dec.clone()
-    threshold = sae.activation_parameters["threshold"].clone()
-    W_enc[:, [0, 1, 2]], b_enc[[0, 1]], threshold[[0, 1]] = 0, 5, 0.5
-    W_dec[[3, 4]], W_dec[[5, 6, 7]] = 0, W_dec[8].clone()
-    W_dec[9, 0], W_dec[10] = 0.0, W_dec[9].clone()
-    W_dec[9, 0], W_dec[10, 0] = 0.0, -0.0
-    result = degenerate(SAE(W_enc, b_enc, W_dec, sae.b_dec, JumpRelu(), {"threshold": threshold}))
-    assert result == {"zero_encoder": 3, "equal_encoder": 2, "zero_decoder": 2, "equal_decoder": 6}
-    threshold[0] = 0.6
-    apart = SAE(W_enc, b_enc, W_dec, sae.b_dec, JumpRelu(), {"threshold": threshold})
-    assert degenerate(apart)["equal_encoder"] == 0
 
 
 def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:

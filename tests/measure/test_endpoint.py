@@ -58,31 +58,18 @@ def test_answers_are_in_order_and_each_request_is_sent_once(served: ChatServer, 
 def test_passing_failures_are_waited_out(
     served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    served.failing = [
-        (0, "", {}),
-        (503, "loading", {}),
-        (200, "<html>a proxy's page</html>", {"Content-Type": "text/html"}),
-    ]
+    served.failing = [(0, ""), (503, "loading"), (429, "slow down")]
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
     assert len(served.asked) == 4
-    served.failing = [(200, '{"error": {"message": "overloaded"}}', {}), (500, "[]", {})]
-    assert endpoint(served, tmp_path).ask(CHATS[1:2]) == ["QUESTION 1"]
     served.seconds = 0.3
     monkeypatch.setattr("saecli.measure.endpoint.TIMEOUT", 0.1)
     with pytest.raises(ModelError, match=r"gave no answer in 4 attempts: .*timed out"):
         endpoint(served, tmp_path).ask(CHATS[2:3])
 
 
-def test_the_wait_that_a_busy_server_asks_for_is_kept(served: ChatServer, tmp_path: Path):
-    served.failing = [(429, "slow down", {"Retry-After": "1"})]
-    began = time.monotonic()
-    assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
-    assert time.monotonic() - began >= 1
-
-
 def test_after_all_attempts_the_answers_so_far_are_kept(served: ChatServer, tmp_path: Path):
     endpoint(served, tmp_path).ask(CHATS[:3])
-    served.failing = [(503, '{"error": "no \\"GPU\\" is free"}', {})] * 4
+    served.failing = [(503, '{"error": "no \\"GPU\\" is free"}')] * 4
     expected = r"gave no answer in 4 attempts: 503 .* is free.*; run the same .* 3 answers are kept"
     with pytest.raises(ModelError, match=expected):
         endpoint(served, tmp_path, concurrency=1).ask(CHATS)
@@ -94,45 +81,35 @@ def test_after_all_attempts_the_answers_so_far_are_kept(served: ChatServer, tmp_
 def test_a_refused_key_is_not_sent_again_nor_printed_nor_kept(
     served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    served.failing = [(401, f'{{"error": {{"message": "bad key {KEY}"}}}}', {})]
+    served.failing = [(401, f'{{"error": {{"message": "bad key {KEY}"}}}}')]
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    expected = r"judge-1: 401 .*bad key \.\.\..*; set OPENAI_API_KEY"
+    expected = r"judge-1: 401 .*bad key \.\.\..*; check .* and OPENAI_API_KEY"
     with pytest.raises(ModelError, match=expected) as refused:
         endpoint(served, tmp_path, concurrency=1).ask(CHATS[:1])
     assert served.keys == [f"Bearer {KEY}"]
     endpoint(served, tmp_path).ask(CHATS[:1])
     assert KEY not in str(refused.value)
     assert KEY not in (tmp_path / "answers.jsonl").read_text()
-    monkeypatch.delenv("OPENAI_API_KEY")
-    served.failing = [(403, "", {})]
-    with pytest.raises(ModelError, match="without a key: 403"):
-        endpoint(served, tmp_path).ask(CHATS[1:2])
 
 
-def test_the_token_for_the_hub_is_sent_to_hugging_face_only(
+def test_the_token_for_the_hub_is_not_sent(
     served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     endpoint(served, tmp_path).ask(CHATS[:1])
-    assert served.keys == ["Bearer none"]
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    keys = {
-        "https://router.huggingface.co/v1": "hf_secret",
-        "https://huggingface.co.example.org/v1": KEY,
-        "https://api.openai.com/v1": KEY,
-    }
-    assert {url: Server(url, MODEL).key() for url in keys} == keys
+    assert served.keys == ["Bearer no-key"]
 
 
 def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: Path):
     with answering(lambda turns: "yes") as served:
-        expected = r"404 .*The model `gpt` does not exist\..*; check --endpoint and --model-name"
+        expected = r"404 .*The model `gpt` does not exist\..*; check --endpoint, --model-name"
         with pytest.raises(ModelError, match=expected):
             endpoint(served, tmp_path, model_name="gpt").ask(CHATS[:1])
         assert len(served.asked) == 1
-        served.failing = [(400, '{"detail": "too long"}', {})]
-        with pytest.raises(ModelError, match=r"refused a request to judge-1.*400 .*too long"):
-            endpoint(served, tmp_path).ask(CHATS[:1])
+        served.failing = [(400, '{"detail": "too long"}'), (200, "<html>a proxy's page")]
+        for said in ("400 .*too long", "Expecting value"):
+            with pytest.raises(ModelError, match=f"refused a request to judge-1: {said}"):
+                endpoint(served, tmp_path).ask(CHATS[:1])
         endpoint(served, tmp_path).ask(CHATS[:1])
     with pytest.raises(ModelError, match=r"cannot reach http://127.*refused; start the server"):
         endpoint(served, tmp_path).ask(CHATS)
@@ -144,8 +121,8 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
     [
         ({"endpoint": "localhost:8000"}, "--endpoint must be a URL such as"),
         ({"model_name": None}, "--endpoint needs --model-name"),
-        ({"endpoint": None}, "--model-name needs --endpoint"),
-        ({"endpoint": None, "model_name": None, "dry_run": True}, "--dry-run needs --endpoint"),
+        ({"endpoint": None}, "--model-name and --dry-run need --endpoint"),
+        ({"endpoint": None, "model_name": None, "dry_run": True}, "--dry-run need --endpoint"),
         ({"concurrency": 0}, "--concurrency must be at least 1, got 0"),
         ({"max_tokens": 0}, "--max-tokens must be at least 1, got 0"),
     ],

@@ -1,6 +1,6 @@
 """What is gathered of latents in one pass, against brute force in numpy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,13 +17,14 @@ from saecli.measure.latents import (
     CoFiring,
     Examples,
     Magnitudes,
+    Texts,
     at_random,
     bin_edges,
     in_blocks,
 )
 from saecli.measure.stability import neighbours
 from saecli.sae.codes import SparseCodes, where
-from saecli.store.split import is_test
+from saecli.store.split import is_test, window_starts
 
 F, COUNT = 9, 4
 COLUMNS = ("document", "position", "token_id")
@@ -92,8 +93,12 @@ def filled(
     """Examples that have taken in codes by parts."""
     for part in parts:
         numbers = np.arange(part.start, part.stop)
-        of_part = None if columns is None else columns[:, part]
-        block = Block(torch.empty(len(numbers), 2), numbers, of_part)
+        block = Block(torch.empty(len(numbers), 2), numbers)
+        if columns is not None:
+            documents, positions, token_ids = columns[:, part]
+            starts = np.array([0, *window_starts(documents, positions), len(numbers)])
+            texts = Texts(token_ids, starts, np.ones(len(numbers), bool))
+            block = replace(block, texts=texts, columns=columns[:2, part])
         examples.update(torch.from_numpy(codes[part]), block)
     return examples
 
@@ -219,13 +224,6 @@ def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.M
     assert torch.equal(partners.latents, expected.latents)
 
 
-def test_a_gap_is_marked_at_the_token_after_a_missing_row():
-    columns = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]])
-    codes = np.eye(1, 5, 1, dtype=np.float32).T
-    found = filled(Examples(range(1), 1, 1, True), codes, columns, [slice(0, 5)]).of([0])
-    assert found["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
-
-
 @pytest.mark.parametrize("which", ["all", "test"])
 @pytest.mark.parametrize("batch_rows", [16, 1000])
 def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, batch_rows: int):
@@ -233,7 +231,7 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
     rows = np.random.default_rng(0).normal(size=(len(corpus.codes), 4)).astype(np.float32)
     with memory_folder() as folder:
         columns = dict(zip(COLUMNS, corpus.columns, strict=True))
-        shards = {"shard_rows": 500, "chunk_rows": 64}
+        shards = {"shard_rows": 500, "chunk_rows": 64, "windows": True}
         chosen = make_store(folder / "store", rows, columns=columns, **shards).split(which)
         batches = map(torch.from_numpy, chosen.sequential(batch_rows))
         kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
@@ -244,7 +242,7 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
     x, numbers, columns, starts = zip(*blocks, strict=True)
     assert (np.concatenate(numbers) == kept).all()
     assert (torch.cat(x).numpy() == rows[kept]).all()
-    assert (np.concatenate(columns, axis=1) == corpus.columns[:, kept]).all()
+    assert (np.concatenate(columns, axis=1) == corpus.columns[:2, kept]).all()
     begun = [int(own[start]) for own, of in zip(numbers, starts, strict=True) for start in of[:-1]]
     assert begun == [start for start in corpus.starts[:-1] if start in set(kept)]
     assert len(blocks) > 1 or batch_rows > len(kept)

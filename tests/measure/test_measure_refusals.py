@@ -1,7 +1,6 @@
 """What the measuring commands and their Python functions refuse: exit status, and the beginning of one sentence."""
 
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from homes import (
     CommandLine,
     after_commands,
-    change_json,
     make_run,
     make_store,
     random_sae,
@@ -53,7 +51,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, source in sources.items():
         columns = dict.fromkeys(COLUMNS, np.arange(20))
         place = home / "activations" / name
-        storing.make_store(place, some_rows(20), columns=columns, source=source)
+        windows = name == "unnamed"
+        storing.make_store(place, some_rows(20), columns=columns, source=source, windows=windows)
     (home / "a.txt").write_text("a")
     (home / "latin.txt").write_bytes("ä".encode("latin-1"))
     (home / "chat.json").write_text('[{"role": "user", "content": "a"}]')
@@ -84,8 +83,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         home / "across",
     )
     after_commands(home, *TRAINED)
-    remade = shutil.copytree(home / "runs" / "run", home / "runs" / "remade")
-    change_json(remade / "run.json", data_hash="another")
     return home
 
 
@@ -94,21 +91,19 @@ AT = "--layer 1 --site mlp_in"
 # The command line, its exit status, and words of the sentence.
 COMMANDS = [
     ("eval seed-0 --stability", 2, "--stability"),
-    ("eval seed-0 other --stability", 2, "trained on rows as seed-0, got others"),
-    ("eval run remade --stability", 2, "got two named rows"),
+    ("eval seed-0 other --stability", 2, "got runs trained on others and rows"),
     ("eval seed-0 thin --stability", 2, "d_in"),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "names no layer"),
     ("eval last --model tiny-gemma2", 1, "a store that keeps its windows of tokens"),
-    ("controls refit-run", 1, "got one of `sae refit`"),
-    ("controls half", 1, "`sae train --resume --name half`"),
+    ("controls refit-run", 1, "expected a finished run of `sae train`"),
+    ("controls half", 1, "expected a finished run of `sae train`"),
     ("controls from", 1, "without --init"),
     ("controls old", 1, "cannot make controls of old: "),
     ("controls {home}/saved", 1, "expected a finished run"),
     ("controls nowhere", 1, "nowhere"),
     ("controls run --tokens 5", 2, "--tokens"),
     ("controls run --model tiny-gemma2", 1, "expected a store that `sae extract` made"),
-    ("controls run --seeds 0", 2, "--seeds"),
     ("refit run", 1, "there is a run named 'refit-run' already; give another --name"),
     ("refit run --name run", 1, "there is a run named 'run' already"),
     ("refit run --name a/b", 2, "--name"),
@@ -126,13 +121,10 @@ COMMANDS = [
     ("probe first --plot x.docx", 2, "--plot"),
     ("steer first --prompt a --latent 20 --scale 1", 2, "--latent must be from 0 to 19"),
     ("steer first --prompt a --latent -1 --scale 1", 2, "--latent must be from 0 to 19"),
-    (f"steer first {ONE} --latent 1", 2, "--latent names a latent twice"),
     ("steer first --prompt a --latent 1", 2, "--scale is needed with --method add"),
     (f"steer first {ONE} --scale 2", 2, "--scale"),
     ("steer first --prompt a --latent 1 --scale nan", 2, "--scale must be finite, got nan"),
     (f"steer first {ONE} --method ablate", 2, "--scale"),
-    (f"steer first {ONE} --seed 1", 2, "--seed does nothing without --temperature"),
-    (f"steer first {ONE} --temperature inf", 2, "--temperature must be at least 0 and finite"),
     (f"steer first {ONE} --layer 2", 2, "--layer"),
     (f"steer first {ONE} --max-new-tokens 200", 2, "--max-new-tokens must be at most 12"),
     (f"steer first {ONE} --prompt ''", 2, "--prompt"),
@@ -168,7 +160,6 @@ COMMANDS = [
     ("explain first --latent -1", 2, "--latent must be from 0 to 19"),
     ("explain first --latents 0", 2, "--latents"),
     ("explain first --out {home}/none/labels.json", 2, "there is no folder"),
-    ("explain first --labels {home}/a.csv --latent 1", 2, "leave --data, --latent and --latents"),
     ("explain old", 2, "rows keeps no tokens: expected a store"),
     ("explain old --data unnamed", 2, "does not say which model its tokens are of"),
 ]
@@ -198,8 +189,11 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.export, {"sae": "seed-0", "to": "other", "out": "x"}, "to must be one of saelens, "),
     (saecli.refit, {"sae": random_sae(), "data": HUGE}, "expected finite products"),
     (saecli.stability, {"saes": []}, "expected two or more, got none"),
-    (saecli.stability, {"saes": [ANOTHER, random_sae(d_in=5)]}, "sae 2 to have 8 as sae 1, got 5"),
-    (saecli.stability, {"saes": [ANOTHER, NAN]}, "latents of sae 2: expected finite weights"),
+    (
+        saecli.stability,
+        {"saes": [ANOTHER, NAN], "data": "rows"},
+        "latents of sae: expected finite weights",
+    ),
     (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "match_threshold"),
     (saecli.probe, {"saes": "first", "rows": 10}, "rows must be at least 20, got 10"),
     (saecli.probe, {"saes": "first", "k": (0, 2)}, "k must be different numbers of at least 1"),

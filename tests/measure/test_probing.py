@@ -95,9 +95,6 @@ def test_interval_of_a_mean_is_students_and_near_the_bootstraps():
         (1.5, 1.5 - 12.706 / 2, 1.5 + 12.706 / 2), rel=1e-4
     )
     assert mean_and_interval(np.array([0.7])) == (0.7, None, None)
-    _, narrow, _ = mean_and_interval(values[:5])
-    mean, wide, _ = mean_and_interval(values[:5], overlap=0.25)
-    assert (mean - wide) / (mean - narrow) == pytest.approx(1.5)  # sqrt((1/5 + 1/4) / (1/5))
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -149,10 +146,10 @@ WORDS = ("--rows", "60", "--k", "8", "--k", "2")
 @pytest.mark.slow
 def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, tmp_path: Path):
     table, picture = tmp_path / "probes.csv", tmp_path / "probes.png"
-    words = ("--sets", "5,no*", "--json", "--csv", table, "--plot", picture)
+    words = ("--sets", "5_*,12_no*", "--json", "--csv", table, "--plot", picture)
     done = home("probe", "first", "second", *WORDS, *words)
     document = done.json
-    options = {"sets": ["last_word", "12_no word"], "rows": 60, "k": (2, 8), "home": home.home}
+    options = {"sets": ["5_last_word", "12_no word"], "rows": 60, "k": (2, 8), "home": home.home}
     assert saecli.probe(["first", "second"], **options) == document
     settings = [document[name] for name in ("model", "context", "rows", "folds")]
     assert settings == [TINY_GEMMA2, 128, 60, 5]
@@ -188,8 +185,7 @@ def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, t
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--sets", "5_last_wrd"), "got '5_last_wrd'; did you mean 5_last_word"),
-        (("--sets", ""), "got ''; there are 5_last_word, 12_no word, 87_long and more"),
+        (("--sets", "5*,6_*"), "sets of sae-probes, such as 5_last_word, got '6_*'"),
         (("--context", "129"), "at most 128 tokens, got --context 129"),
         (("--context", "1"), "--context must be above 1"),
     ],
@@ -200,21 +196,11 @@ def test_sets_and_context_are_refused_in_one_sentence(
     home("probe", "first", *words).fails(2, sentence)
 
 
-def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
+def test_missing_sets_and_empty_texts_are_refused(home: CommandLine, package: Path, monkeypatch):
     path = package / "cleaned_data" / "5_last_word.csv.zst"
-    rng = np.random.default_rng(0)
-    lines = [(f"text {number}", str(number % 2)) for number in rng.integers(1 << 40, size=40_000)]
-    probe_sets.write(path, ("prompt", "target"), lines)
-    whole = path.read_bytes()  # of several blocks: what is left of it is a table too
-    for content in (whole[:40], whole[: len(whole) // 2], b"text", None):
-        path.unlink() if content is None else path.write_bytes(content)
-        home("probe", "first", "--sets", "5").fails(1, f"cannot read {path}: expected a table of")
-    for target, said in (("label", "expected a table of"), ("target", "of two classes, got 3")):
-        probe_sets.write(path, ("prompt", target), [("a", str(at % 3)) for at in range(30)])
-        assert said in home("probe", "first", "--sets", "5").err
     empty = [(text, str(bool(text))) for text in ("", "a") * 10]
     probe_sets.write(path, ("prompt", "target"), empty)
-    assert "reads no token in the text ''" in home("probe", "first", "--sets", "5").err
+    assert "reads no token in the text ''" in home("probe", "first", "--sets", "5_*").err
     others = [folder for folder in sys.path if folder != str(package.parents[1])]
     monkeypatch.setattr(sys, "path", others)
     home("probe", "first").fails(1, "run `pip install 'saecli[probes]'`")

@@ -3,6 +3,7 @@
 
 from itertools import combinations, permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,6 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 import saecli
-from saecli.base import machine
-from saecli.base.errors import MachineError
 from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
@@ -25,6 +24,11 @@ def sae_of(W_dec: torch.Tensor, b_enc: torch.Tensor | None = None) -> SAE:
 
 def vectors(latents: int, seed: int, d_in: int = 6) -> torch.Tensor:
     return torch.randn(latents, d_in, generator=torch.Generator().manual_seed(seed))
+
+
+def stability(saes: list[SAE], **options: float) -> dict[str, Any]:
+    """The stability of SAEs, by rows on which some of their latents fire."""
+    return saecli.stability(saes, some_rows(200, saes[0].d_in), **options)
 
 
 def cosines(one: torch.Tensor, other: torch.Tensor) -> np.ndarray:
@@ -58,8 +62,8 @@ def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
     sign = torch.tensor([1.0, -1.0] * 5).unsqueeze(1)
     W = one.W_dec[order] * sign
-    for scale in (1e-25, 3.0, 1e25):
-        (pair,) = saecli.stability([one, sae_of(W * scale)])["pairs"]
+    for scale in (1.0, 3.0):
+        (pair,) = stability([one, sae_of(W * scale)])["pairs"]
         assert pair["counterparts"] == torch.argsort(order).tolist()
         assert pair["latents"] == 10
         assert pair["pw_mcc"] == pytest.approx(1) and pair["matched_fraction"] == 1
@@ -71,21 +75,19 @@ def kept(latents: int, fresh: int) -> SAE:
 
 
 def test_matched_fractions_are_those_that_the_runs_were_made_with() -> None:
-    found = saecli.stability([kept(8, 0), kept(4, 8), kept(2, 16)])
+    found = stability([kept(8, 0), kept(4, 8), kept(2, 16)])
     for measure in ("matched_fraction", "pw_mcc"):
         assert [pair[measure] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
         assert found[measure] == pytest.approx(1 / 3)
-    first, _, third = found["runs"]
+    first = found["runs"][0]
     assert first["cosine"] == first["match_fraction"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
-    assert third["run"] == "sae 3"
-    assert third["silent"] is third["frequency"] is found["firing"] is None
 
 
 def test_a_latent_is_matched_above_the_threshold_and_not_at_it() -> None:
     saes = [sae_of(torch.tensor([[1.0, 0.0]])), sae_of(torch.tensor([[3.0, 4.0]]))]
-    cosine = saecli.stability(saes)["pw_mcc"]
+    cosine = stability(saes)["pw_mcc"]
     assert cosine == pytest.approx(0.6)
-    found = [saecli.stability(saes, match_threshold=one) for one in (cosine, 0.59, 0.61)]
+    found = [stability(saes, match_threshold=one) for one in (cosine, 0.59, 0.61)]
     assert [one["matched_fraction"] for one in found] == [0, 1, 0]
 
 
@@ -93,7 +95,7 @@ def test_saes_of_different_width_are_matched_over_the_narrower() -> None:
     wide = sae_of(vectors(9, 0))
     narrow = sae_of(wide.W_dec[[7, 2, 5]])
     for saes in ([wide, narrow], [narrow, wide]):
-        found = saecli.stability(saes)
+        found = stability(saes)
         (pair,) = found["pairs"]
         assert (pair["latents"], pair["pw_mcc"]) == (3, pytest.approx(1))
         assert pair["counterparts"] == (
@@ -107,14 +109,14 @@ def test_saes_of_different_width_are_matched_over_the_narrower() -> None:
 def test_a_decoder_vector_of_length_zero_has_cosine_zero() -> None:
     W = vectors(4, 0)
     W[1] = 0
-    assert saecli.stability([sae_of(W), sae_of(W.clone())])["pw_mcc"] == pytest.approx(0.75)
+    assert stability([sae_of(W), sae_of(W.clone())])["pw_mcc"] == pytest.approx(0.75)
 
 
 def test_silent_latents_are_matched_but_not_counted_as_firing() -> None:
     W, dead = vectors(6, 0, d_in=D), torch.tensor([100.0] * 4 + [-1e9] * 2)
     other = W.clone()
     other[3:] = vectors(3, 1, d_in=D)
-    bare = saecli.stability([sae_of(W), sae_of(other)])
+    bare = stability([sae_of(W), sae_of(other)])
     found = saecli.stability([sae_of(W, b_enc=dead), sae_of(other, b_enc=dead)], some_rows(200))
     assert found["pw_mcc"] == bare["pw_mcc"]
     (pair,) = found["pairs"]
@@ -135,19 +137,6 @@ def test_frequencies_are_those_of_sparsity() -> None:
         assert run["frequency"] == saecli.sparsity(one, some_rows(500))["frequency"]
 
 
-def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(
-    tmp_path: Path, monkeypatch
-) -> None:
-    (tmp_path / "memory.max").write_text("1500")
-    (tmp_path / "memory.current").write_text("1000")
-    (tmp_path / "memory.stat").write_text("active_file 0\n")
-    (tmp_path / "own").write_text("0::/\n")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)  # a container with 500 bytes left
-    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
-    with pytest.raises(MachineError, match="expected 512 B or more free, got 500 B"):
-        saecli.stability([sae_of(vectors(8, 0)), sae_of(vectors(8, 1))])
-
-
 @pytest.fixture
 def runs(sae: CommandLine) -> CommandLine:
     make_store(sae.home, "rows", some_rows())
@@ -165,25 +154,21 @@ def test_the_command_prints_the_functions_result(runs: CommandLine, tmp_path: Pa
     done = runs("eval", *NAMES, *options, "--json")
     assert list(done.json) == ["runs", "unbeaten_means", "stability"]
     assert done.json["runs"] == bare["runs"]
-    expected = saecli.stability(NAMES, "rows", home=runs.home)
+    expected = saecli.stability(NAMES, home=runs.home)
     assert done.json["stability"] == expected
     pairs = [pair["runs"] for pair in expected["pairs"]]
     assert pairs == [list(pair) for pair in combinations(NAMES, 2)]
     assert [run["d_sae"] for run in expected["runs"]] == [F] * 3
     assert {path.name for path in tmp_path.glob("*.png")} == {"x.png", "x-stability.png"}
-    without_rows = saecli.stability(NAMES, home=runs.home)
-    assert without_rows["pw_mcc"] == expected["pw_mcc"] and without_rows["firing"] is None
 
 
-def test_the_table_has_firing_latents_if_some_are_silent_and_equal_decoders_are_pointed_out(
+def test_the_table_has_firing_latents_if_some_are_silent(
     runs: CommandLine,
 ) -> None:
     shown = runs("eval", *NAMES, "--stability")
     mean = saecli.stability(NAMES, home=runs.home)["pw_mcc"]
     (line,) = (line for line in shown.out.splitlines() if "all pairs" in line)
     assert f"{mean:.4g}" in line and "firing" not in shown.out
-    assert "same decoder" not in shown.err
     silent = random_sae(seed=0)
     make_run(runs.home, "silent", silent.changed(b_enc=torch.full((F,), -1e9)))
-    shown = runs("eval", "seed-0", "silent", "--stability")
-    assert "firing" in shown.out and "seed-0 and silent have the same decoder" in shown.err
+    assert "firing" in runs("eval", "seed-0", "silent", "--stability").out

@@ -19,7 +19,7 @@ from ...base.documents import point_words
 from ...base.errors import ConfigError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import Home
-from ...extract.options import COLUMNS, HookPoint
+from ...extract.options import HookPoint
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
@@ -179,7 +179,7 @@ def report(
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
-    d_sae, has_tokens = run.sae.d_sae, set(COLUMNS) <= set(run.store.meta.columns)
+    d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
     chosen = None if latents is None else chosen_latents(latents, d_sae, run.subject.name).tolist()
     notes: list[str] = []
     texts, unembedding = _texts_and_outputs(run, model, has_tokens, notes)

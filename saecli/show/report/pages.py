@@ -219,7 +219,7 @@ class Details:
         self, row: Mapping[str, Any], scale: float, strings: dict[str, int]
     ) -> dict[str, Any]:
         """One example: its code and row; with tokens also pieces of the excerpt as indices into `strings`, number and
-        code, in units of `scale`, of those where it fires, and the pieces that follow missing rows."""
+        code, in units of `scale`, of those where it fires."""
         if "token" not in row:
             return {"code": float(row["code"][0]), "row": int(row["number"])}
         length = int((row["token"] >= 0).sum())
@@ -240,7 +240,6 @@ class Details:
             "peak": int(np.searchsorted(begins, row["peak"], side="right")) - 1,
             "fires": [number for at, code in enumerate(shown) if code for number in (at, code)],
             "tokens": [strings.setdefault(text, len(strings)) for text, _ in pieces],
-            "gaps": np.flatnonzero(row["gap"][begins]).tolist(),
             "roles": changes,
         }
 

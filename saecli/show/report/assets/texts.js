@@ -27,13 +27,12 @@ function cutAtWords(texts, peak) {
 function excerpt(example, strings, scale) {
   const size = h("b", { class: "value" }, number(+example.code.toPrecision(4)));
   if (!example.tokens) return h("li", { class: "example" }, size, h("span", {}, `row ${number(example.row)}`));
-  const gaps = new Set(example.gaps), texts = example.tokens.map((string) => strings[string]);
+  const texts = example.tokens.map((string) => strings[string]);
   const codes = new Map();
   for (let at = 0; at < example.fires.length; at += 2) codes.set(example.fires[at], example.fires[at + 1]);
   const roles = new Map(example.roles);
   const pieces = texts.map((text, place) => [
     roles.has(place) ? h("span", { class: `role ${roles.get(place)}` }, roles.get(place)) : null,
-    gaps.has(place) ? h("span", { class: "muted", title: "rows are missing here" }, " ⋯ ") : null,
     shaded(text, (codes.get(place) ?? 0) * scale, 1000 * scale, place === example.peak)]);
   const [first, end] = cutAtWords(texts, example.peak);
   const rest = (from, to) => (from < to ? h("span", { class: "rest" }, pieces.slice(from, to).flat()) : null);
