@@ -12,15 +12,14 @@ import published
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, activation_of, fvu, make_store, make_transcoder, random_sae
+from homes import MLP, CommandLine, activation_of, make_store, make_transcoder, random_sae
 from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
 
 from saecli.base.errors import FormatError
-from saecli.sae.activations import ACTIVATIONS, TopK
+from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save
-from saecli.store.split import is_test
 
 X = torch.from_numpy(ROWS).float()
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post"}
@@ -385,16 +384,3 @@ def test_an_exported_transcoder_is_measured_as_its_run_is(
     before, after = sae("eval", "run", tmp_path / "out", *words).json["runs"]
     assert after["fvu"] == pytest.approx(before["fvu"], rel=1e-5)
     sae("eval", tmp_path / "out", "--data", "x").fails(2, "is a transcoder")
-
-
-def test_a_signed_topk_is_written_clipped_and_the_difference_measured(
-    sae: CommandLine, tmp_path: Path
-) -> None:
-    mine = random_sae(TopK(k=4)).changed(W_skip=torch.eye(8) / 2)
-    mine.b_enc.sub_(4)
-    test, stores = is_test(np.arange(3000)), make_transcoder(sae.home, "run", mine)
-    x, y = (torch.from_numpy(rows[test]) for rows in stores)
-    done = sae("export", "run", "--to", "sparsify", "--out", tmp_path / "out", "--json")
-    assert done.json["written_as"] == "relu-topk" and "topk here keeps their signs" in done.err
-    assert done.json["deviation"]["fvu"] == pytest.approx(fvu(mine(x), y), rel=1e-4)
-    sae("export", "run", "--to", "saelens", "--out", tmp_path / "other").fails(1, "use sparsify")

@@ -111,11 +111,9 @@ def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the
     assert (card.data.library_name, card.data.base_model) == ("saelens", "gpt2")
     assert "sparse-autoencoder" in card.data.tags
     measures = sae("eval", "two", "--json").json["runs"][0]
+    (row,) = [line for line in card.text.splitlines() if line.startswith("| gpt2, layer 3 ")]
+    assert "resid_post | relu | 8 | 20 |" in row and f"| {measures['fvu']:.4g} |" in row
     for line in (
-        "| activations | gpt2, layer 3 resid_post |",
-        "| activation | relu |",
-        "| d_sae | 20 |",
-        f"| fvu | {measures['fvu']:.4g} |",
         'sae_lens.SAE.from_pretrained("someone/saes", "two")',
         "sae eval someone/saes/two --data STORE",
         'saecli.load_sae("someone/saes/two")',
@@ -139,23 +137,17 @@ def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, form
 
 
 @pytest.mark.slow
-def test_a_signed_topk_is_native_where_saelens_would_change_rows(
+def test_a_signed_topk_is_native_unless_saelens_is_asked_for(
     sae: CommandLine, hub: ModelHub
 ) -> None:
-    mine = random_sae(TopK(k=4))
-    mine.b_enc.sub_(4)
-    make_run(sae.home, "clipped", mine)
-    mine.b_enc.add_(54)
-    make_run(sae.home, "positive", mine)
-    done = sae("push", "clipped", "someone/saes", "--json")
-    assert done.json["format"] == "native" and "--format saelens writes it all the same" in done.err
-    assert sae("push", "positive", "someone/saes", "--json").json["format"] == "saelens"
-    done = sae("push", "clipped", "someone/saes", "--format", "saelens", "--json")
-    assert done.json["deviation"]["rows_that_differ"] > 0
+    make_run(sae.home, "run", random_sae(TopK(k=4)))
+    done = sae("push", "run", "someone/saes", "--json")
+    assert done.json["format"] == "native" and "--format saelens writes it clipped" in done.err
+    done = sae("push", "run", "someone/saes", "--format", "saelens", "--json")
+    assert done.json["written_as"] == "relu-topk" and "negative codes become 0" in done.err
     files = hub.repos["someone/saes"].files
-    own = {name.removeprefix("clipped/") for name in files if name.startswith("clipped/")}
+    own = {name.removeprefix("run/") for name in files if name.startswith("run/")}
     assert own == {"README.md", "cfg.json", "sae_weights.safetensors"}  # native's are gone
-    assert "the topk of saelens applies a ReLU" in files["clipped/README.md"].decode()
 
 
 @pytest.mark.slow
@@ -343,18 +335,12 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
         assert said in sae("eval", name).err
 
 
-def test_a_transcoders_folder_is_pushed_and_exported_with_its_targets_named(
+def test_a_transcoders_folder_is_pushed_with_its_targets_named(
     sae: CommandLine, hub: ModelHub, tmp_path: Path
 ) -> None:
     transcoder = random_sae(TopK(k=4))
     make_transcoder(sae.home, "run", transcoder)
     save(SavedSAE(transcoder, MLP), "native", tmp_path / "copy")
-    for words in (
-        ("push", tmp_path / "copy", "someone/saes"),
-        ("export", tmp_path / "copy", "--to", "sparsify", "--out", tmp_path / "out"),
-    ):
-        sae(*words, "--data", "x").fails(2, "by --data and --target")
-        done = sae(*words, "--data", "x", "--target", "y", "--json")
-        assert done.json["format"] in ("native", "sparsify")
-    done = sae("export", "--to", "sparsify", "--out", tmp_path / "newest").succeeds()
-    assert done.err.count("using the newest run") == 1
+    words = ("push", tmp_path / "copy", "someone/saes", "--data", "x")
+    sae(*words).fails(2, "by --data and --target")
+    assert sae(*words, "--target", "y", "--json").json["format"] == "native"

@@ -215,12 +215,13 @@ def at_inference(sae: SAE) -> SAE:
     )
 
 
-def stand_in(saved: SavedSAE) -> SavedSAE | None:
-    """The nearest SAE that other libraries can express: for `topk`, `relu-topk`."""
-    activation = saved.sae.activation
-    if not isinstance(activation, TopK):
+def stand_in(saved: SavedSAE, name: str) -> SavedSAE | None:
+    """The `relu-topk` that a format can express for a `topk` that it cannot; None for others."""
+    activation, form = saved.sae.activation, FORMATS[name]
+    if not isinstance(activation, TopK) or not form.lacks(saved):
         return None
-    return replace(saved, sae=saved.sae.changed(activation=ReluTopK(k=activation.k)))
+    clipped = replace(saved, sae=saved.sae.changed(activation=ReluTopK(k=activation.k)))
+    return None if form.lacks(clipped) else clipped
 
 
 def named(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import FormatError, layers_in_words, one_line
+from ...base.errors import FormatError, one_line
 from ...base.files import appearing_whole, regular
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from . import common, hooks
@@ -123,30 +123,22 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
 def in_common(saved: SavedSAE) -> dict[str, Any]:
     """What the transcoders of a set must have in common."""
     sae = saved.sae
-    shared = {"model_name": None, "activation": "relu or jumprelu", "k": None} | _config(saved)
-    return shared | {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+    sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+    return _config(saved) | sizes
 
 
 def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """FormatError unless they, each a layer and what is `in_common`, are one transcoder for each layer of one model."""
-    first, expected = members[0]
-    seen = set[int]()
-    for layer, own in members:
-        if layer in seen:
-            raise FormatError(
-                f"circuit-tracer takes one transcoder for each layer, got two of layer {layer}; name one"
-            )
-        seen.add(layer)
-        for what, value in expected.items():
-            if own[what] != value:
-                raise FormatError(
-                    f"circuit-tracer needs the same {what} in all layers: expected {value} as in layer "
-                    f"{first}, got {own[what]} in layer {layer}"
-                )
-    model = expected["model_name"]
-    layers = hooks.layers_of(model) or max(seen) + 1
-    if missing := set(range(layers)) - seen:
+    """FormatError unless they, each a layer and what is `in_common`, are alike and of the layers from 0 on."""
+    layers = sorted(layer for layer, _ in members)
+    if layers != [*range(len(layers))]:
         raise FormatError(
-            f"circuit-tracer needs a transcoder for each layer of {model}, 0 to {layers - 1}: got none for "
-            f"{layers_in_words(missing)}; train what is missing, and name all"
+            f"circuit-tracer needs a transcoder for each layer from 0 on, once each: got layers {layers}"
         )
+    first, expected = members[0]
+    for layer, own in members:
+        differing = [name for name in own | expected if own.get(name) != expected.get(name)]
+        if differing:
+            raise FormatError(
+                f"circuit-tracer needs transcoders alike in all layers: layer {layer} differs from layer {first} in "
+                f"{', '.join(differing)}"
+            )

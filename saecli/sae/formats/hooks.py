@@ -273,13 +273,6 @@ def _family(model: str | None) -> Family | None:
     return FAMILIES.get(str(kind))
 
 
-def layers_of(model: str | None) -> int | None:
-    """The number of a model's layers, if it is on this machine."""
-    config = _config(model)
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    return layers if isinstance(layers, int) else None
-
-
 def _config(model: str | None) -> dict[str, Any]:
     """The configuration of a language model; empty if it is not on this machine, or cannot be read."""
     folder = _folder(model)
