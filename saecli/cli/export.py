@@ -19,8 +19,7 @@ def command(
         typer.Option(
             metavar="FORMAT",
             autocompletion=formats,
-            help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
-            "(params.safetensors); a transcoder also for circuit-tracer.",
+            help="Write for saelens, sparsify or dictionary-learning; a transcoder also for circuit-tracer.",
         ),
     ],
     out: Out,

@@ -13,7 +13,7 @@ from ..extract.options import BUNDLED
 from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
-from ..sae.formats.hooks import unsettled
+from ..sae.formats.hooks import notes_on_writing
 from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..store.reader import in_words
@@ -88,8 +88,7 @@ def export(
 
     Args:
         sae, home, progress: as in `evaluate`; or several transcoders, one for each layer, for circuit-tracer.
-        to: saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2, circuit-tracer or native; also with _
-            for -.
+        to: saelens, sparsify, dictionary-learning, circuit-tracer or native; also with _ for -.
         out: folder to write, new or empty; it appears whole or not at all.
 
     Returns:
@@ -114,11 +113,9 @@ def export(
                     "written_as": ready.sae.activation.name,
                 }
             )
-            if to == "saelens":
-                ready = unsettled(ready)
             yield ready
-            for remark in ready.remarks:
-                listener.note(f"{subject.name} {remark}")
+            for note in notes_on_writing(ready.origin) if to == "saelens" else ():
+                listener.note(f"{subject.name} {note}")
 
     formats.save_all(written(), to, out)
     files = sorted(path.name for path in out.iterdir())

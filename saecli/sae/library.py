@@ -91,8 +91,7 @@ def save_sae(
     """Save an SAE in float32 in a new or empty folder, which appears whole or not at all.
 
     Args:
-        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer; also with
-            _ for -.
+        format: native, saelens, sparsify, dictionary-learning or circuit-tracer; also with _ for -.
         store: the training store of an SAE that does not name its own, recorded with model, layer and site.
     """
     form = formats.named(format)

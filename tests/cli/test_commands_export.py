@@ -21,10 +21,7 @@ FORMATS = ["saelens", "sparsify", "dictionary-learning"]
 
 @pytest.mark.parametrize(
     ("name", "activation"),
-    [
-        *((name, ReluTopK(k=4)) for name in FORMATS),
-        ("gemma-scope", JumpRelu()),
-    ],
+    [*((name, ReluTopK(k=4)) for name in FORMATS), ("saelens", JumpRelu())],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_an_exported_run_reconstructs_alike(
@@ -77,8 +74,7 @@ def test_a_format_may_be_spelt_as_its_library_is(sae: CommandLine, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "activation", "advice"),
     [
-        ("sparsify", JumpRelu(), "written as saelens or dictionary-learning or gemma-scope"),
-        ("gemma-scope", TopK(k=4), "written as native"),
+        ("sparsify", JumpRelu(), "written as saelens or dictionary-learning or native"),
         ("saelens", MatchingPursuit(k=4), "written as native"),
     ],
     ids=lambda value: getattr(value, "name", value),

@@ -27,8 +27,6 @@ ORIGIN |= {"context": 128, "prepend_bos": True}
 KEPT = {  # fields of an origin that a format keeps; all by default
     "sparsify": (),
     "dictionary-learning": ("model", "layer", "site"),
-    "gemma-scope": (),
-    "gemma-scope-2": ("model", "layer", "site", "target_layer", "target_site"),
 }
 GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
@@ -290,26 +288,16 @@ def test_hook_points_that_circuit_tracer_cannot_express(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_have_the_names_that_other_loaders_ask_for(tmp_path: Path) -> None:
+def test_files_have_the_names_that_circuit_tracer_asks_for(tmp_path: Path) -> None:
     sae = made("batchtopk", skip=True)
-    for name in ("circuit-tracer", "gemma-scope-2"):
-        save(SavedSAE(sae, MLP), name, tmp_path / name)
-    tensors = load_file(tmp_path / "circuit-tracer" / "layer_3.safetensors")
+    save(SavedSAE(sae, MLP), "circuit-tracer", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "layer_3.safetensors")
     names = {"W_enc", "b_enc", "W_dec", "b_dec", "W_skip", "activation_function.threshold"}
     assert tensors.keys() == names and tensors["W_enc"].shape == (F, D)
     assert torch.equal(tensors["W_skip"], sae.W_skip.T)
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
-    config = yaml.safe_load((tmp_path / "circuit-tracer" / "config.yaml").read_text())
+    config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert config == {"model_name": "gpt2", "model_kind": "transcoder_set"} | hooks
-    tensors = load_file(tmp_path / "gemma-scope-2" / "params.safetensors")
-    names = {"w_enc", "b_enc", "w_dec", "b_dec", "threshold", "affine_skip_connection"}
-    assert tensors.keys() == names and tensors["w_enc"].shape == (D, F)
-    assert torch.equal(tensors["affine_skip_connection"], sae.W_skip)
-    config = json.loads((tmp_path / "gemma-scope-2" / "config.json").read_text())
-    assert (config["type"], config["affine_connection"]) == ("transcoder", True)
-    layer = "model.layers.3"
-    assert config["hf_hook_point_in"] == f"{layer}.pre_feedforward_layernorm.output"
-    assert config["hf_hook_point_out"] == f"{layer}.post_feedforward_layernorm.output"
 
 
 def test_dictionary_learning_gets_unit_decoder_rows_even_if_one_is_zero(tmp_path: Path) -> None:
@@ -368,7 +356,7 @@ def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
     fvus = [place["fvu"] for place in measures["places"]]
     assert fvus == pytest.approx(errors / spread, rel=1e-4)
     assert measures["l0"] == pytest.approx((expected.codes != 0).sum(1).mean(), rel=1e-3)
-    sae("export", expected.path, "--to", "gemma-scope-2", "--out", tmp_path / "out").fails(
+    sae("export", expected.path, "--to", "saelens", "--out", tmp_path / "out").fails(
         1, "cannot express a crosscoder"
     )
     assert not (tmp_path / "out").exists()

@@ -39,6 +39,8 @@ def old_torch(folder: Path) -> None:
 
 WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for name in WRITABLE} | {
     "old torch": old_torch,
+    "gemma-scope": published.gemma_scope,
+    "gemma-scope-2": published.gemma_scope_2,
     "crosscoder": published.gemma_scope_2_crosscoder,
     "llama-scope": partial(published.llama_scope, moved=True),
     "qwen-scope": partial(published.qwen_scope, k=4),
@@ -164,7 +166,6 @@ def test_weights_that_do_not_fit_each_other_are_refused_by_name(
     theirs = {
         "sparsify": encoder,
         "dictionary-learning": encoder | {"W_dec": "decoder.weight"},
-        "gemma-scope-2": {"W_enc": "w_enc", "W_dec": "w_dec"},
     }
     rename(tmp_path / "sae", theirs.get(format, {}).get(name, name), torch.zeros(shape))
     with pytest.raises(FormatError, match=f"expected {name} of shape"):
@@ -178,9 +179,5 @@ def rename(folder: Path, name: str, tensor: torch.Tensor):
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
         save_file(load_file(file) | {name: tensor}, file, metadata)
-    elif file.suffix == ".npz":
-        with np.load(file) as arrays:
-            held = dict(arrays)
-        np.savez(file, **held | {name: tensor.numpy()})
     else:
         torch.save(torch.load(file) | {name: tensor}, file)

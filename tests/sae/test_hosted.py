@@ -4,6 +4,7 @@ import shutil
 import socket
 from pathlib import Path
 
+import numpy as np
 import published
 import pytest
 import torch
@@ -30,7 +31,9 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
     names = "layer_11/width_16k/average_l0_80 layer_12/width_16k/average_l0_82 "
     names += "layer_12/width_65k/average_l0_72"
     for seed, name in enumerate(names.split()):
-        save(SavedSAE(random_sae(JumpRelu(), seed=seed)), "gemma-scope", tmp_path / "scope" / name)
+        folder = tmp_path / "scope" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez(folder / "params.npz", **random_sae(JumpRelu(), seed=seed).tensors())
     return files_of(tmp_path / "scope") | {
         "README.md": b"# Gemma Scope",
         "layer_12/notes.txt": b"large" * 1000,
@@ -66,7 +69,7 @@ def test_addresses(text: str, address: Address | None) -> None:
     [
         (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]),
         (MatchingPursuit(k=4), "auto", ["sae.safetensors"]),
-        (JumpRelu(), "gemma-scope", ["params.npz"]),
+        (JumpRelu(), "saelens", ["cfg.json", "sae_weights.safetensors"]),
         (Relu(), "dictionary-learning", ["ae.pt", "config.json"]),
     ],
 )

@@ -4,7 +4,7 @@
     hooks.py        names of hook points
     libraries.py    SAELens, sparsify, dictionary_learning
     circuit_tracer.py   circuit-tracer, also sets of one transcoder per layer
-    scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read
+    scopes.py       Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files, which are only read
 
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
 b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
@@ -85,6 +85,8 @@ class Format:
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
             return "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
+        if sae.widths and self.save is not save_native:
+            return "a crosscoder, whose latents read several hook points"
         if type(sae.activation) not in able:
             of = " of a transcoder" if saved.is_transcoder else ""
             names = ", ".join(activation.name for activation in able)
@@ -161,19 +163,9 @@ FORMATS: dict[str, Format] = {
         libraries.save_dictionary_learning,
         libraries.LEARNING_WRITTEN,
     ),
-    "gemma-scope": Format(
-        (scopes.GEMMA_ARRAYS,),
-        scopes.load_gemma_scope,
-        scopes.save_gemma_scope,
-        scopes.GEMMA_WRITTEN,
-    ),
+    "gemma-scope": Format((scopes.GEMMA_ARRAYS,), scopes.load_gemma_scope),
     "gemma-scope-2": Format(
-        (scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS),
-        scopes.load_gemma_scope_2,
-        scopes.save_gemma_scope_2,
-        scopes.GEMMA_WRITTEN,
-        scopes.GEMMA_WRITTEN,
-        layers="all",
+        (scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2, layers="all"
     ),
     "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WHOLE,), scopes.load_gemma_scope_2),
     "llama-scope": Format(
@@ -202,7 +194,6 @@ FORMATS: dict[str, Format] = {
         (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
-OF_CROSSCODERS = ("dataset", "context", "prepend_bos")  # entries of their origins, in all formats
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
 
@@ -311,11 +302,6 @@ def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
                 )
             if name != "native":
                 saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
-                if saved.sae.widths:  # no other library has a name for several hook points
-                    origin = {
-                        key: saved.origin[key] for key in OF_CROSSCODERS if key in saved.origin
-                    }
-                    saved = replace(saved, origin=origin)
             form.save(saved, temporary)
             if form.takes_sets:
                 members.append((saved.origin["layer"], circuit_tracer.in_common(saved)))

@@ -128,7 +128,6 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
-    saved = hooks.unsettled(saved)
     sae, origin = saved.sae, saved.origin
     metadata = {
         "sae_lens_version": SAELENS_VERSION,

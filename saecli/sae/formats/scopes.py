@@ -1,4 +1,4 @@
-"""Published suites: Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read.
+"""Published suites, which are only read: Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files.
 
 README.md has the files of each, and says where other tools differ. Gemma Scope 2 names hook points as Gemma 3's modules
 in transformers; a skip is applied as `x @ affine_skip_connection`.
@@ -23,13 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...base.errors import FormatError
-from ...base.files import appearing_whole, write_json
-from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from ..activations import JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
 
@@ -37,7 +35,6 @@ GEMMA_ARRAYS = "params.npz"
 GEMMA_CONFIG = "config.json"
 GEMMA_WHOLE, GEMMA_LAYERS = "params.safetensors", "params_layer_*.safetensors"
 GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
-GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
 SKIP = {"affine_skip_connection": "W_skip"}
 # Modules by site.
@@ -75,13 +72,6 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     elif kind in GEMMA_KINDS:
         origin["site"] = GEMMA_KINDS[kind]
     return SavedSAE(sae, origin)
-
-
-def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
-    tensors = common.disassembled(saved.sae, common.PLAIN | common.THRESHOLD)
-    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
-    with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays)
 
 
 def _named_by(folder: Path) -> dict[str, Any]:
@@ -191,30 +181,6 @@ def _origin(hook: Any, of: str = "") -> dict[str, Any]:
     if not module:
         return {}
     return {f"{of}layer": layers[0], f"{of}site": hooks.site_of(module)}
-
-
-def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE or a transcoder as published, without hook points that have no name there."""
-    sae, origin = saved.sae, saved.origin
-    if sae.widths:
-        raise FormatError(
-            "gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "
-            "an SAE or a transcoder; use saelens, which takes it for an SAE of concatenated rows"
-        )
-    config = {
-        "architecture": "jump_relu",
-        "type": "transcoder" if saved.is_transcoder else "sae",
-        "width": sae.d_sae,
-        "affine_connection": sae.W_skip is not None,
-    }
-    if "model" in origin:
-        config["model_name"] = origin["model"]
-    for end, of in (("in", ""), ("out", "target_" if saved.is_transcoder else "")):
-        layer, module = origin.get(f"{of}layer"), GEMMA_MODULES.get(origin.get(f"{of}site", ""))
-        if layer is not None and module is not None:
-            config[f"hf_hook_point_{end}"] = f"model.layers.{layer}.{module}"
-    write_json(folder / GEMMA_CONFIG, config)
-    common.write_tensors(folder / GEMMA_WHOLE, common.disassembled(sae, GEMMA_NAMES | SKIP))
 
 
 LLAMA_CONFIG = "hyperparams.json"
