@@ -88,13 +88,12 @@ def export(
 
     Args:
         sae, home, progress: as in `evaluate`; or several transcoders, one for each layer, for circuit-tracer.
-        to: saelens, sparsify, dictionary-learning, circuit-tracer or native; also with _ for -.
+        to: saelens, sparsify, dictionary-learning, circuit-tracer or native.
         out: folder to write, new or empty; it appears whole or not at all.
 
     Returns:
         The document that `sae export --json` prints. Of several SAEs `runs` has the entries of each.
     """
-    to = formats.named(to)
     if to not in WRITABLE:
         raise unknown_choice("to", to, WRITABLE)
     home, listener, out = Home.at(home), listening(progress), Path(out)
@@ -161,29 +160,28 @@ def push(
     if len(several) > 1 and format == "auto":
         format = "circuit-tracer"
     choices = ("auto", *WRITABLE)
-    if formats.named(format) not in choices:
+    if format not in choices:
         raise unknown_choice("format", format, choices)
     models = models_to_splice(model, model_revision, tokens)
-    demand_takes_sets(formats.named(format), len(several))
+    demand_takes_sets(format, len(several))
     address = _folder_address(repo, several)
     listener = listening(progress)
     chosen_rows = ChosenRows(Home.at(home), data, "test", device, listener, target)
     measured_saes = [chosen_rows.with_sae(one) for one in several]
     demand_writable(address, private)
-    to = formats.named(format)
-    if to == "auto":
-        to = _exact_format(measured_saes[0], listener)
+    if format == "auto":
+        format = _exact_format(measured_saes[0], listener)
     saves = [
-        writable(_without_local(each.saved), to, each.subject.name, listener)
+        writable(_without_local(each.saved), format, each.subject.name, listener)
         for each in measured_saes
     ]
     written = [replace(each, saved=saved) for each, saved in zip(measured_saes, saves, strict=True)]
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, address.folder)
-        formats.save_all(saves, to, folder)
+        formats.save_all(saves, format, folder)
         files = sorted(path.name for path in folder.iterdir())
         measures = evaluate_all(written, models, tokens, listener)
-        card = _card(address, to, measured_saes, saves, measures)
+        card = _card(address, format, measured_saes, saves, measures)
         card.save(folder / "README.md")
         card.save(Path(scratch, "README.md"))
         url = upload(Path(scratch), address, private)
@@ -198,7 +196,7 @@ def push(
     return {
         "repo": address.repo,
         "folder": address.folder,
-        "format": to,
+        "format": format,
         "files": files,
         "card": f"{address.folder}/README.md",
         "url": url,

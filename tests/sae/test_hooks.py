@@ -142,9 +142,7 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
         assert load(path / "out").origin["site"] == "mlp_in"
     rows = {"model": "gpt2", "layer": 1, "site": "mlp_in"}
-    for model, said in (("gpt2", "TransformerLens 2 takes after"), ("some/model", "hf download")):
-        origin = {"model": model, "layer": 1, "site": NORMALIZED}
-        assert said in str(why_unsettled(origin, rows))
+    assert "hf download" in str(why_unsettled(rows | {"site": NORMALIZED}, rows))
 
 
 def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(

@@ -246,7 +246,7 @@ def test_an_sae_is_named_by_its_release_and_id(
         patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
         patched.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
         done = sae("eval", name, "--data", "rows")
-        said = f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub, and the"
+        said = f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub\n"
         assert done.status == 1 and said in done.err
     hub.add("scope-canonical/layer_12", files_of(tmp_path / "mlp-out"))  # which hf:// means
     assert "blocks.8" in sae("eval", "hf://scope-canonical/layer_12", "--data", "rows").err
@@ -316,7 +316,7 @@ def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first
         ("nosuch", RunError, "there are: only"),
         ("begun", RunError, r"holds no SAE yet.*sae train --resume --name begun"),
         (".", FormatError, "no SAE found in"),
-        ("runs/first/sae.safetensors", RunError, "is a file: .* the file's folder, runs/first"),
+        ("runs/first/sae.safetensors", FormatError, "no SAE found in .*got no folder"),
     ],
 )
 def test_what_names_no_sae_is_refused(

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from ...base.documents import Origin, demand_version, parse_json
-from ...base.errors import FormatError
+from ...base.errors import FormatError, one_line
 from ...base.files import folder_appearing_whole, is_free, to_json
 from ..activations import (
     ACTIVATIONS,
@@ -215,11 +215,6 @@ def stand_in(saved: SavedSAE, name: str) -> SavedSAE | None:
     return None if form.lacks(clipped) else clipped
 
 
-def named(name: str) -> str:
-    """A format's name, also if spelt as the library's, such as dictionary_learning."""
-    return name.replace("_", "-")
-
-
 def recognise(path: Path) -> str | None:
     """The format of a folder, or of one of several layers' files in it, if known."""
     return format_of(_files_in(path), path.name if path.is_file() else None)
@@ -258,7 +253,7 @@ def load(
     """Read the SAE in a folder, or in one of several layers' files; a registry may say what a file lacks."""
     name = recognise(path)
     if name is None:
-        got = "no such folder"
+        got = "no folder"
         if path.is_dir():
             names = sorted(entry.name for entry in path.iterdir())
             got = ", ".join(names[:8]) or "an empty folder"
@@ -266,7 +261,12 @@ def load(
     form = FORMATS[name]
     if form.layers == "each" and path.is_dir():
         path /= form.among(_files_in(path), str(path))[-1]
-    saved = form.load(path)
+    try:
+        saved = form.load(path)
+    except (RuntimeError, ArithmeticError, LookupError, TypeError) as error:  # of damaged entries
+        raise FormatError(
+            f"cannot read {path}: {one_line(error)}; check that the file is whole"
+        ) from error
     if processing is not None:
         saved = replace(saved, processing=saved.processing | dict(processing))
     saved = settled(saved)

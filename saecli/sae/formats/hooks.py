@@ -206,16 +206,9 @@ def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | N
     if rows.get("site") != "mlp_in" or origin.get("site") != NORMALIZED:
         return None
     model = origin.get("model", rows.get("model"))
-    family = _family(model)
-    if family is not None and family.layer_norm:
-        return (
-            f"it reads {NORMALIZED}, which TransformerLens 2 takes after the LayerNorm's weight and bias, as "
-            "mlp_in is, and 3 before them; write mlp.hook_in into its file for the one, for the other "
-            "fold_ln: true into model_from_pretrained_kwargs"
-        )
     return (
         f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; fetch {model} "
-        "by `hf download`, as safetensors, to fold that weight in"
+        "by `hf download` to fold that weight in (with LayerNorm set fold_ln)"
     )
 
 
