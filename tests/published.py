@@ -321,25 +321,18 @@ def gemma_scope_2(
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
 
 
-def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any) -> Published:
-    """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M; `stacked`: in one file."""
-    codes, predicted, parts = [], np.zeros((len(WIDE_ROWS), PLACES, D)), []
+def gemma_scope_2_crosscoder(folder: Path, **config: Any) -> Published:
+    """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M."""
+    codes, predicted = [], np.zeros((len(WIDE_ROWS), PLACES, D))
     shapes = {"w_enc": (D, F), "b_enc": (F,), "w_dec": (F, PLACES, D), "b_dec": (D,)}
     for place in range(PLACES):
         arrays = normals(place, **shapes, threshold=(F,))
         arrays["w_dec"][:, :place] = 0  # earlier layers are not written to
-        path = folder / f"params_layer_{place}.safetensors"
-        w = write(path, arrays)
-        parts.append(arrays)
-        if stacked:
-            path.unlink()
+        w = write(folder / f"params_layer_{place}.safetensors", arrays)
         x = WIDE_ROWS[:, place * D : (place + 1) * D]
         codes.append(jumprelu(x @ w["w_enc"] + w["b_enc"], w["threshold"]))
         predicted += np.einsum("bf,fpd->bpd", codes[-1], w["w_dec"])
         predicted[:, place] += w["b_dec"]
-    if stacked:
-        arrays = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
-        write(folder / "params.safetensors", arrays)
     document = gemma_scope_2_config("270m", "crosscoder", PLACES * F, "{5,9,12}")
     write_json(folder / "config.json", document | config)
     return Published(folder, np.concatenate(codes, 1), predicted.reshape(len(WIDE_ROWS), -1))

@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Data, Json, Out, Runs, Target, start
+from .options import Json, Out, Runs, start
 
 
 def formats() -> list[str]:
@@ -19,24 +19,22 @@ def command(
         typer.Option(
             metavar="FORMAT",
             autocompletion=formats,
-            help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
-            "(params.safetensors); a transcoder also for circuit-tracer.",
+            help="Write for saelens, sparsify or dictionary-learning; a transcoder also for circuit-tracer.",
         ),
     ],
     out: Out,
     runs: Runs = None,
-    data: Data = None,
-    target: Target = None,
     json: Json = False,
 ) -> None:
     """Write a run in another library's format.
 
     Refuses an SAE that the library cannot express. TopK of these libraries applies a ReLU to the k largest
-    pre-activations, while topk here keeps their signs: such a run is written as their TopK, and the difference is
-    measured on held-out rows of --data.
+    pre-activations, while topk here keeps their signs: such a run is written as their TopK, where negative codes
+    become 0.
 
     With --to circuit-tracer several runs, one transcoder for each layer of the model, make one folder, which
-    circuit-tracer opens: sae export 't-*' --to circuit-tracer --out set
+    circuit-tracer opens: sae export 't-*' --to circuit-tracer --out set. Its version 0.5.0 does not read topk; later
+    ones do.
 
     Example: sae export first --to saelens --out exported
     """

@@ -37,8 +37,8 @@ def command(
             "--format",
             metavar="auto|FORMAT",
             autocompletion=lambda: ["auto", "native", *formats()],
-            help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else "
-            "native; circuit-tracer for a set.",
+            help="native, or a format of sae export. auto: saelens if it can express the SAE, else native; "
+            "circuit-tracer for a set.",
         ),
     ] = "auto",
     data: Data = None,

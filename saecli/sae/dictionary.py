@@ -288,31 +288,18 @@ class Dictionary(Module, ABC):
         return self.activation.k if isinstance(self.activation, KeepsK) else None
 
     def __repr__(self) -> str:
-        parts = [self.activation.name]
-        parts += [f"k={self.k}"] if self.k else []
-        parts += [f"d_in={self.d_in}"]
-        parts += [f"d_out={self.d_out}"] if self.d_out != self.d_in else []
-        parts += [f"d_sae={self.d_sae}"]
-        parts += [f"prefixes={self.prefixes}"] if self.prefixes else []
-        parts += ["skip"] if self.W_skip is not None else []
-        parts += [f"widths={self.widths}"] if self.widths else []
-        parts += [name_of(self.W_enc.dtype), str(self.W_enc.device)]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        sizes = f"d_in={self.d_in}, d_out={self.d_out}, d_sae={self.d_sae}"
+        kept_as = f"{name_of(self.W_enc.dtype)}, {self.W_enc.device}"
+        return f"{type(self).__name__}({self.activation.name}, {sizes}, {kept_as})"
 
     def _rows(self, verb: str, tensor: Tensor, width: int) -> Tensor:
         device = self.W_enc.device
-        if not isinstance(tensor, Tensor):
-            got = type(tensor).__name__
-        elif (
-            tensor.is_floating_point() and tensor.shape[-1:] == (width,) and tensor.device == device
-        ):
-            return tensor.to(self.W_enc.dtype).reshape(math.prod(tensor.shape[:-1]), width)
-        else:
-            got = f"{name_of(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
-        raise ConfigError(
-            f"cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, got "
-            f"{got}"
-        )
+        if tensor.shape[-1:] != (width,) or tensor.device != device:
+            raise ConfigError(
+                f"cannot {verb}: expected a tensor of shape (..., {width}) on the SAE's device, which "
+                f"`.to({str(device)!r})` moves it to, got {tuple(tensor.shape)} on {tensor.device}"
+            )
+        return tensor.to(self.W_enc.dtype).reshape(math.prod(tensor.shape[:-1]), width)
 
 
 def name_of(dtype: torch.dtype) -> str:

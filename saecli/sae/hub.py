@@ -116,7 +116,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
         with hub_errors(address):
             info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
     except HubError as error:
-        snapshot = cached(address) if is_passing(error.__cause__) else None
+        snapshot = _cached(address) if is_passing(error.__cause__) else None
         if snapshot is None:
             raise
         files = [path for path in snapshot.rglob("*") if path.is_file()]
@@ -134,7 +134,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
     return str(chosen), Path(folder) / chosen.folder
 
 
-def cached(address: Address) -> Path | None:
+def _cached(address: Address) -> Path | None:
     """The client's snapshot of a repository, without asking the hub; None if it has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -21,7 +21,7 @@ from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
 from .formats.common import ORIGIN
-from .hub import Address, Registered, cached, fetch, registered, registry_hint
+from .hub import Address, Registered, fetch, registered, registry_hint
 
 # An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
 SAELike = SAE | str | Path | None
@@ -91,17 +91,15 @@ def save_sae(
     """Save an SAE in float32 in a new or empty folder, which appears whole or not at all.
 
     Args:
-        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer; also with
-            _ for -.
+        format: native, saelens, sparsify, dictionary-learning or circuit-tracer.
         store: the training store of an SAE that does not name its own, recorded with model, layer and site.
     """
-    form = formats.named(format)
-    if form not in WRITABLE:
+    if format not in WRITABLE:
         raise unknown_choice("format", format, WRITABLE)
     origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
     if store:
         origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
-    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), form, Path(folder))
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), format, Path(folder))
 
 
 class Sourced(Protocol):
@@ -190,18 +188,11 @@ def find_subject(
     if address is not None and text.startswith(("hf://", "https://")):
         return Subject(*fetch(address, note))
     folder = Path(text).expanduser()
-    if folder.is_file() and formats.recognise(folder) is None:
-        raise RunError(
-            f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
-            f"folder, {folder.parent if folder.parts[1:] else Path.cwd()}"
-        )
-    if address is not None and folder.is_dir() and cached(address) is not None:
-        note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / RUN_MARKER).is_file():
         return _run(folder, text)
     if formats.recognise(folder) is not None:
         return Subject(text, folder)
-    if folder.is_dir():
+    if folder.exists():
         formats.load(folder)  # raises, with the files expected
     if listed := registered(text):
         return _listed(text, listed, note)
@@ -218,11 +209,8 @@ def find_subject(
 
 def _listed(text: str, listed: Registered, note: Callable[[str], None]) -> Subject:
     """An SAE in SAELens' registry, fetched from the hub."""
-    try:
-        name, folder = fetch(listed.address, note)
-    except HubError as error:
-        raise HubError(f"{text} is {listed.address} on the hub, and {error}") from error
     note(f"{text} is {listed.address} on the hub")
+    name, folder = fetch(listed.address, note)
     scale, processing = listed.row_scale, listed.processing
     return Subject(name, folder, registered=text, row_scale=scale, processing=processing)
 

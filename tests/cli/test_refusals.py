@@ -39,11 +39,6 @@ WRONG = [
     ("geometry x --plot new/a.png", "LAST"),
     ("export run --to onnx --out out", "--to"),
     ("export run --to saelens --out folder.png", "LAST"),
-    (
-        "export run --to saelens --out out --data rows",
-        "--data does nothing here: saelens expresses",
-    ),
-    ("export run --to native --out out --target rows", "--target does nothing here: native"),
     ("import digits --shard-rows 0", "--shard-rows"),
     ("import digits --shard-rows 4294967296", "--shard-rows"),
     ("import digits --l0 3", "--l0"),

@@ -1,10 +1,8 @@
 """SAELens' side of tests: run by the Python of an environment that has sae-lens.
 
 python saelens.py formats FOLDER
-python saelens.py gemma_scope FOLDER
     FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
-    FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, or arrays as Gemma Scope publishes
-    them, with what SAELens makes of them next to them.
+    FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, with their codes next to them.
 python saelens.py scopes FOLDER NAME=PATH=FACTOR ...
     PATH, in FOLDER, is a folder or a file of a release, laid out as on the hub, NAME its converter up to a `-`,
     FACTOR multiplies its rows; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
@@ -131,32 +129,6 @@ def formats(folder: Path) -> None:
             record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
 
 
-def gemma_scope_sae(folder: Path) -> SAE:
-    """The SAE of a folder, as SAELens reads it after its download from google/gemma-scope-2b-pt-res."""
-    loaders.hf_hub_download = lambda repo_id, filename, **further: str(folder / filename)
-
-    def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
-        return loaders.gemma_2_sae_huggingface_loader(
-            cfg_overrides=cfg_overrides | {"d_in": D, "d_sae": F}, **further
-        )
-
-    place = "layer_12/width_16k/average_l0_82"
-    return SAE.from_pretrained("someone/gemma-scope-2b-pt-res", place, converter=load)
-
-
-@torch.no_grad()
-def gemma_scope(folder: Path) -> None:
-    """Reads ours, and random arrays as published."""
-    generator = np.random.default_rng(0)
-    theirs = folder / "theirs" / "published"
-    theirs.mkdir()
-    shapes = {"W_dec": (F, D), "W_enc": (D, F), "b_dec": (D,), "b_enc": (F,), "threshold": (F,)}
-    arrays = {name: generator.normal(size=shape).astype("f4") for name, shape in shapes.items()}
-    np.savez(theirs / "params.npz", **arrays | {"threshold": np.abs(arrays["threshold"])})
-    for path in [*sorted((folder / "ours").iterdir()), theirs]:
-        record(gemma_scope_sae(path), rows_in(folder), path.with_suffix(".npz"))
-
-
 @torch.no_grad()
 def scope(folder: Path, name: str, repo: Path, place: Path, factor: float) -> None:
     """Keeps codes and reconstructions of the rows."""
@@ -257,6 +229,6 @@ def score(truth: Path, *saes: str) -> None:
 
 
 if __name__ == "__main__":
-    actions = (formats, gemma_scope, scopes, evaluate, score)
+    actions = (formats, scopes, evaluate, score)
     action = {function.__name__: function for function in actions}[sys.argv[1]]
     action(Path(sys.argv[2]), *sys.argv[3:])

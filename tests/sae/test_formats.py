@@ -3,7 +3,6 @@
 import json
 import pickle
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import published
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, activation_of, fvu, make_store, make_transcoder, random_sae
+from homes import MLP, CommandLine, activation_of, make_store, make_transcoder, random_sae
 from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
 
 from saecli.base.errors import FormatError
-from saecli.sae.activations import ACTIVATIONS, TopK
+from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save
-from saecli.store.split import is_test
 
 X = torch.from_numpy(ROWS).float()
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post"}
@@ -28,8 +26,6 @@ ORIGIN |= {"context": 128, "prepend_bos": True}
 KEPT = {  # fields of an origin that a format keeps; all by default
     "sparsify": (),
     "dictionary-learning": ("model", "layer", "site"),
-    "gemma-scope": (),
-    "gemma-scope-2": ("model", "layer", "site", "target_layer", "target_site"),
 }
 GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
@@ -98,7 +94,7 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         for affine in (False, True)
         for width in (D, E)
     ),
-    *(("gemma-scope-2", at(CROSSCODER, stacked=stacked), GEMMA_270M) for stacked in (False, True)),
+    ("gemma-scope-2", CROSSCODER, GEMMA_270M),
     *(
         ("llama-scope", at(LLAMA, moved), {"layer": 15, "site": "resid_post"})
         for moved in (False, True)
@@ -220,10 +216,8 @@ def two_layers(path: Path) -> Published:
 
 YAML = [
     ("model_kind: cross_layer_transcoder", "model_kind 'cross"),
-    ("- a\n- b", "expected the keys and values"),
     ("model_kind: transcoder_set\nactivation: topk", "k must be a whole number"),
     ("a: &a [1]\nb: *c", "yaml"),
-    ("[" * 100_000, "config.yaml"),
 ]
 REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(SAELENS, architecture="x"), "'x'"),
@@ -250,22 +244,18 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (text_in(published.gemma_scope, "params.npz", ""), "npz"),
     (at(SCOPE2, architecture="topk"), "architecture 'topk'"),
     (at(SCOPE2, type="clt"), "type 'clt'"),
-    (at(SCOPE2, type="crosscoder"), "each of the 1 layers"),
-    (without(CROSSCODER, "params_layer_1.safetensors"), "each of the 3 layers"),
+    (at(SCOPE2, type="crosscoder"), "there is no file"),
+    (without(CROSSCODER, "params_layer_1.safetensors"), "there is no file"),
     (at(CROSSCODER, type="sae"), "there is no file"),
-    (at(CROSSCODER, stacked=True, hf_hook_point_in=None), "the 0 layers"),
-    (at(CROSSCODER, stacked=True, hf_hook_point_in="model.layers.{5,9}.output"), "the 2 layers"),
+    (at(CROSSCODER, hf_hook_point_in="model.layers.{5,9}.output"), "W_dec of shape"),
     (at(LLAMA, act_fn="topk"), "act_fn"),
-    (at(LLAMA, d_model=9), "9"),
-    (at(LLAMA, jump_relu_threshold=-1), "at least 0"),
-    (at(LLAMA, dataset_average_activation_norm={"in": 1}), "positive"),
+    (at(LLAMA, dataset_average_activation_norm={"in": 1}), "'out'"),
     (text_in(LLAMA, "hyperparams.json", "[" * 9999), "hyper"),
     (at(qwen, name="qwen"), "does not say k"),
     (at(qwen, name="L0_50"), "20"),
     *((at(TRACER, text=text), said) for text, said in YAML),
     (two_layers, "name it"),
-    (at(TRACER, layer="x"), "layer_L"),
-    (at(TRACER, kind="jumprelu", threshold=-0.5), "below 0"),
+    (at(TRACER, layer="x"), "no SAE found"),
 ]
 
 
@@ -291,26 +281,16 @@ def test_hook_points_that_circuit_tracer_cannot_express(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_have_the_names_that_other_loaders_ask_for(tmp_path: Path) -> None:
+def test_files_have_the_names_that_circuit_tracer_asks_for(tmp_path: Path) -> None:
     sae = made("batchtopk", skip=True)
-    for name in ("circuit-tracer", "gemma-scope-2"):
-        save(SavedSAE(sae, MLP), name, tmp_path / name)
-    tensors = load_file(tmp_path / "circuit-tracer" / "layer_3.safetensors")
+    save(SavedSAE(sae, MLP), "circuit-tracer", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "layer_3.safetensors")
     names = {"W_enc", "b_enc", "W_dec", "b_dec", "W_skip", "activation_function.threshold"}
     assert tensors.keys() == names and tensors["W_enc"].shape == (F, D)
     assert torch.equal(tensors["W_skip"], sae.W_skip.T)
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
-    config = yaml.safe_load((tmp_path / "circuit-tracer" / "config.yaml").read_text())
+    config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert config == {"model_name": "gpt2", "model_kind": "transcoder_set"} | hooks
-    tensors = load_file(tmp_path / "gemma-scope-2" / "params.safetensors")
-    names = {"w_enc", "b_enc", "w_dec", "b_dec", "threshold", "affine_skip_connection"}
-    assert tensors.keys() == names and tensors["w_enc"].shape == (D, F)
-    assert torch.equal(tensors["affine_skip_connection"], sae.W_skip)
-    config = json.loads((tmp_path / "gemma-scope-2" / "config.json").read_text())
-    assert (config["type"], config["affine_connection"]) == ("transcoder", True)
-    layer = "model.layers.3"
-    assert config["hf_hook_point_in"] == f"{layer}.pre_feedforward_layernorm.output"
-    assert config["hf_hook_point_out"] == f"{layer}.post_feedforward_layernorm.output"
 
 
 def test_dictionary_learning_gets_unit_decoder_rows_even_if_one_is_zero(tmp_path: Path) -> None:
@@ -332,11 +312,9 @@ def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
         dump({"W_enc": Trace()}, path)
         with pytest.raises(FormatError, match=str(path)):
             load(path)
-    pairs = pairwise("abcdefghijkl")
-    bomb = "".join(f"{name}: &{name} [{', '.join([f'*{old}'] * 9)}]\n" for old, name in pairs)
-    run = f"run: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n"
-    text = f"model_kind: transcoder_set\n{run}a: &a [lol]\n{bomb}model_name: *l\n"
-    assert load(published.circuit_tracer(tmp_path / "yaml", text=text).path).origin == {"layer": 5}
+    text = f"run: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n"
+    with pytest.raises(FormatError, match=r"config\.yaml"):
+        load(published.circuit_tracer(tmp_path / "yaml", text=text).path)
     assert not (tmp_path / "trace").exists()
 
 
@@ -344,7 +322,7 @@ def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path)
     (tmp_path / "model.bin").touch()
     with pytest.raises(FormatError, match=r"sae_weights.safetensors \(saelens\).*got model.bin"):
         load(tmp_path)
-    with pytest.raises(FormatError, match="no such folder"):
+    with pytest.raises(FormatError, match="got no folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(FormatError, match="expected an empty or a new folder"):
         save(SavedSAE(made("relu")), "saelens", tmp_path)
@@ -369,7 +347,7 @@ def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
     fvus = [place["fvu"] for place in measures["places"]]
     assert fvus == pytest.approx(errors / spread, rel=1e-4)
     assert measures["l0"] == pytest.approx((expected.codes != 0).sum(1).mean(), rel=1e-3)
-    sae("export", expected.path, "--to", "gemma-scope-2", "--out", tmp_path / "out").fails(
+    sae("export", expected.path, "--to", "saelens", "--out", tmp_path / "out").fails(
         1, "cannot express a crosscoder"
     )
     assert not (tmp_path / "out").exists()
@@ -385,16 +363,3 @@ def test_an_exported_transcoder_is_measured_as_its_run_is(
     before, after = sae("eval", "run", tmp_path / "out", *words).json["runs"]
     assert after["fvu"] == pytest.approx(before["fvu"], rel=1e-5)
     sae("eval", tmp_path / "out", "--data", "x").fails(2, "is a transcoder")
-
-
-def test_a_signed_topk_is_written_clipped_and_the_difference_measured(
-    sae: CommandLine, tmp_path: Path
-) -> None:
-    mine = random_sae(TopK(k=4)).changed(W_skip=torch.eye(8) / 2)
-    mine.b_enc.sub_(4)
-    test, stores = is_test(np.arange(3000)), make_transcoder(sae.home, "run", mine)
-    x, y = (torch.from_numpy(rows[test]) for rows in stores)
-    done = sae("export", "run", "--to", "sparsify", "--out", tmp_path / "out", "--json")
-    assert done.json["written_as"] == "relu-topk" and "topk here keeps their signs" in done.err
-    assert done.json["deviation"]["fvu"] == pytest.approx(fvu(mine(x), y), rel=1e-4)
-    sae("export", "run", "--to", "saelens", "--out", tmp_path / "other").fails(1, "use sparsify")

@@ -28,7 +28,6 @@ LIBRARIES = {  # which library reads a format
     "saelens": "saelens",
     "sparsify": "sparsify",
     "dictionary-learning": "dictionary-learning",
-    "gemma-scope": "saelens",
     "circuit-tracer": "circuit-tracer",
 }
 D, E, F, K = 24, 17, 60, 6
@@ -89,10 +88,9 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
     if request.param == "circuit-tracer":
         save_all(the_set("gpt2", D), request.param, folder / "ours" / "set")
-    script = {
-        "saelens": ["saelens.py", "formats"],
-        "gemma-scope": ["saelens.py", "gemma_scope"],
-    }.get(request.param, [f"{request.param.replace('-', '_')}.py"])
+    script = [f"{request.param.replace('-', '_')}.py"]
+    if request.param == "saelens":
+        script.append("formats")
     captured([python, *script, folder], cwd=SCRIPTS, check=True)
     return Exchange(request.param, folder, rows, ours)
 

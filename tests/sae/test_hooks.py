@@ -1,4 +1,4 @@
-"""Other tools' hook points: an SAE read from, or written for, such a tool has the codes and predictions on a store's
+"""Other tools' hook points: an SAE read from such a tool has the codes and predictions on a store's
 rows that it has there on the rows that the tool would give it, which hooks of these tests take from the model."""
 
 import json
@@ -102,7 +102,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("transcoder", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
+def test_an_sae_before_the_norms_weight_is_read_for_mlp_in_and_written_so(
     tmp_path: Path, name: str, transcoder: bool
 ) -> None:
     folder = model_of(tmp_path / "model", name)
@@ -122,11 +122,8 @@ def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
     close(saved.sae(ours), expected)
     save(saved, "saelens", tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]
-    assert metadata["hook_name"] == f"blocks.{LAYER}.{NORMALIZED}"
-    assert metadata["model_from_pretrained_kwargs"] == has_layer_norm
-    weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
-    pre = theirs @ weights["W_enc"] + weights["b_enc"]
-    close(pre.relu() * (pre > weights["threshold"]), original.encode(theirs))
+    assert metadata["hook_name"] == f"blocks.{LAYER}.mlp.hook_in"
+    assert metadata["model_from_pretrained_kwargs"] == {}
     close(load(tmp_path / "out").sae(ours), expected)
 
 
@@ -145,9 +142,7 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
         assert load(path / "out").origin["site"] == "mlp_in"
     rows = {"model": "gpt2", "layer": 1, "site": "mlp_in"}
-    for model, said in (("gpt2", "TransformerLens 2 takes after"), ("some/model", "hf download")):
-        origin = {"model": model, "layer": 1, "site": NORMALIZED}
-        assert said in str(why_unsettled(origin, rows))
+    assert "hf download" in str(why_unsettled(rows | {"site": NORMALIZED}, rows))
 
 
 def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
@@ -179,47 +174,13 @@ def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_
         done = sae("eval", *words, "--json")
         assert done.json["runs"][0]["fvu"] == pytest.approx(expected, rel=1e-4), done.err
     done = sae("export", saelens_file, "--to", "saelens", "--out", tmp_path / "out").succeeds()
-    assert "blocks.1.ln2.hook_normalized" in done.err
-    weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
-    codes = (theirs @ weights["W_enc"] + weights["b_enc"]).relu()
-    predicted = codes @ weights["W_dec"] + weights["b_dec"]
-    assert fvu(predicted, y) == pytest.approx(expected, rel=1e-4)
+    assert "is written for mlp.hook_in" in done.err
+    assert fvu(load(tmp_path / "out").sae(x), y) == pytest.approx(expected, rel=1e-4)
     elsewhere = write(tmp_path / "elsewhere", original, "google/gemma-2-2b", NORMALIZED)
     done = sae("eval", elsewhere, "--data", "mlp_in", "--target", "mlp_out").fails(
         2, "before the norm's weight"
     )
     assert "google/gemma-2-2b" in done.err and done.err.count("\n") == 1
-
-
-def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
-    sae: CommandLine, tmp_path: Path
-) -> None:
-    (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij klmnop" * 5 for _ in range(40)))
-    folders = [save_model(tmp_path / name, "llama") for name in ("first", "second")]
-    models = [word for folder in folders for word in ("--model", str(folder))]
-    weights = load_file(folders[1] / "model.safetensors")
-    for key in weights:
-        weights[key] = weights[key] * 1.1
-    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
-    text = ("--dataset", tmp_path / "text.txt", "--context", "16", "--layer", "1")
-    done = sae("extract", *models, *text, "--rows", "800", "--name", "s", "--json")
-    stores = [word for store in done.json["stores"] for word in ("--data", store["name"])]
-    options = ("--act", "relu-topk", "--k", "4", "--d-sae", "40", "--steps", "40", "--name", "run")
-    done = sae("train", *stores, *options).succeeds()
-    words = (*stores, *models, "--tokens", "60", "--json")
-    expected = sae("eval", "run", *words).json["runs"][0]
-    for to in ("saelens", "sparsify", "dictionary-learning"):
-        done = sae("export", "run", "--to", to, "--out", tmp_path / to).succeeds()
-        assert "2 hook points side by side" in done.err
-        config = "config.json" if to == "dictionary-learning" else "cfg.json"
-        written = (tmp_path / to / config).read_text()
-        assert not any(word in written for word in ("first", "resid_post", '"layer": 1'))
-        measures = sae("eval", tmp_path / to, *words).json["runs"][0]
-        for name in ("fvu", "l0"):
-            assert measures[name] == pytest.approx(expected[name], rel=1e-4)
-        for ours, theirs in zip(measures["hook_points"], expected["hook_points"], strict=True):
-            assert ours["model"] == theirs["model"]
-            assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae, normal
 
 import saecli
-from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.codes import Codes, where
 from saecli.sae.dictionary import Batch
@@ -141,12 +140,3 @@ def test_files_keep_the_prefixes_that_they_can_express(tmp_path: Path):
         torch.testing.assert_close(read(x), sae(x), rtol=1e-4, atol=1e-4)
     written = json.loads((tmp_path / "dictionary-learning" / "config.json").read_text())["trainer"]
     assert written["dict_class"] == "MatryoshkaBatchTopKSAE"
-
-
-@pytest.mark.parametrize("prefixes", [(3, 8), (8, 3, 20), (0, 20), (3, 30)])
-def test_a_file_whose_prefixes_do_not_fit_is_refused(tmp_path: Path, prefixes: tuple):
-    sae = nested_sae("topk")
-    sae.prefixes = prefixes
-    save(SavedSAE(sae), "native", tmp_path / "sae")
-    with pytest.raises(FormatError, match="expected prefixes that rise to d_sae, 20"):
-        load(tmp_path / "sae")

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from homes import D, F, activation_of, make_store, random_sae, some_rows
@@ -69,34 +68,27 @@ def test_rows_in_the_saes_own_type_take_the_path_of_codes() -> None:
 @pytest.mark.parametrize(
     ("given", "got"),
     [
-        (torch.ones(3, D + 1), rf"float32 of shape \(3, {D + 1}\)"),
-        (torch.tensor(1.0), r"float32 of shape \(\)"),
-        (torch.ones(0), r"float32 of shape \(0,\)"),
-        (np.ones((3, D), np.float32), "ndarray"),
-        ([[1.0] * D], "list"),
-        (None, "NoneType"),
-        (torch.ones(3, D, dtype=torch.int64), "int64 of"),
-        (torch.ones(3, D, dtype=torch.bool), "bool of"),
-        (torch.ones(3, D, dtype=torch.cfloat), "complex64 of"),
-        (torch.ones(3, D, device="meta"), "float32 of .* on meta"),
+        (torch.ones(3, D + 1), rf"\(3, {D + 1}\) on cpu"),
+        (torch.tensor(1.0), r"\(\) on cpu"),
+        (torch.ones(0), r"\(0,\) on cpu"),
+        (torch.ones(3, D, device="meta"), rf"\(3, {D}\) on meta"),
     ],
 )
-def test_anything_else_is_refused_in_one_sentence(given: Any, got: str) -> None:
+def test_other_shapes_and_devices_are_refused_in_one_sentence(
+    given: torch.Tensor, got: str
+) -> None:
     sae = random_sae()
-    expected = rf"expected a floating-point tensor of shape \(\.\.\., {D}\) on cpu, got {got}"
+    expected = rf"expected a tensor of shape \(\.\.\., {D}\) .*`\.to\('cpu'\)`.*, got {got}$"
     for refusing in (sae.encode, sae):
         with pytest.raises(saecli.SaeError, match=f"^cannot encode: {expected}"):
             refusing(given)
-    expected = rf"^cannot decode: expected .* of shape \(\.\.\., {F}\) on cpu, got "
-    with pytest.raises(saecli.SaeError, match=expected):
+    with pytest.raises(saecli.SaeError, match=rf"^cannot decode: .* \(\.\.\., {F}\) "):
         sae.decode(given)
 
 
-@pytest.mark.parametrize("activation", EVERY, ids=named)
-def test_an_sae_is_shown_in_one_line(activation: Activation) -> None:
-    kept = ", k=4" if hasattr(activation, "k") else ""
-    expected = f"SAE({activation.name}{kept}, d_in={D}, d_sae={F}, float32, cpu)"
-    assert repr(random_sae(activation)) == expected
+def test_an_sae_is_shown_in_one_line() -> None:
+    expected = f"SAE(relu, d_in={D}, d_out={D}, d_sae={F}, float32, cpu)"
+    assert repr(random_sae()) == expected
 
 
 def test_a_store_is_shown_in_one_line(tmp_path: Path) -> None:

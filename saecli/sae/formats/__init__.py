@@ -4,7 +4,7 @@
     hooks.py        names of hook points
     libraries.py    SAELens, sparsify, dictionary_learning
     circuit_tracer.py   circuit-tracer, also sets of one transcoder per layer
-    scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read
+    scopes.py       Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files, which are only read
 
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
 b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from ...base.documents import Origin, demand_version, parse_json
-from ...base.errors import FormatError
+from ...base.errors import FormatError, one_line
 from ...base.files import folder_appearing_whole, is_free, to_json
 from ..activations import (
     ACTIVATIONS,
@@ -85,6 +85,8 @@ class Format:
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
             return "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
+        if sae.widths and self.save is not save_native:
+            return "a crosscoder, whose latents read several hook points"
         if type(sae.activation) not in able:
             of = " of a transcoder" if saved.is_transcoder else ""
             names = ", ".join(activation.name for activation in able)
@@ -161,19 +163,9 @@ FORMATS: dict[str, Format] = {
         libraries.save_dictionary_learning,
         libraries.LEARNING_WRITTEN,
     ),
-    "gemma-scope": Format(
-        (scopes.GEMMA_ARRAYS,),
-        scopes.load_gemma_scope,
-        scopes.save_gemma_scope,
-        scopes.GEMMA_WRITTEN,
-    ),
+    "gemma-scope": Format((scopes.GEMMA_ARRAYS,), scopes.load_gemma_scope),
     "gemma-scope-2": Format(
-        (scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS),
-        scopes.load_gemma_scope_2,
-        scopes.save_gemma_scope_2,
-        scopes.GEMMA_WRITTEN,
-        scopes.GEMMA_WRITTEN,
-        layers="all",
+        (scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2, layers="all"
     ),
     "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WHOLE,), scopes.load_gemma_scope_2),
     "llama-scope": Format(
@@ -202,7 +194,6 @@ FORMATS: dict[str, Format] = {
         (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
-OF_CROSSCODERS = ("dataset", "context", "prepend_bos")  # entries of their origins, in all formats
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
 
@@ -215,17 +206,13 @@ def at_inference(sae: SAE) -> SAE:
     )
 
 
-def stand_in(saved: SavedSAE) -> SavedSAE | None:
-    """The nearest SAE that other libraries can express: for `topk`, `relu-topk`."""
-    activation = saved.sae.activation
-    if not isinstance(activation, TopK):
+def stand_in(saved: SavedSAE, name: str) -> SavedSAE | None:
+    """The `relu-topk` that a format can express for a `topk` that it cannot; None for others."""
+    activation, form = saved.sae.activation, FORMATS[name]
+    if not isinstance(activation, TopK) or not form.lacks(saved):
         return None
-    return replace(saved, sae=saved.sae.changed(activation=ReluTopK(k=activation.k)))
-
-
-def named(name: str) -> str:
-    """A format's name, also if spelt as the library's, such as dictionary_learning."""
-    return name.replace("_", "-")
+    clipped = replace(saved, sae=saved.sae.changed(activation=ReluTopK(k=activation.k)))
+    return None if form.lacks(clipped) else clipped
 
 
 def recognise(path: Path) -> str | None:
@@ -266,7 +253,7 @@ def load(
     """Read the SAE in a folder, or in one of several layers' files; a registry may say what a file lacks."""
     name = recognise(path)
     if name is None:
-        got = "no such folder"
+        got = "no folder"
         if path.is_dir():
             names = sorted(entry.name for entry in path.iterdir())
             got = ", ".join(names[:8]) or "an empty folder"
@@ -274,7 +261,12 @@ def load(
     form = FORMATS[name]
     if form.layers == "each" and path.is_dir():
         path /= form.among(_files_in(path), str(path))[-1]
-    saved = form.load(path)
+    try:
+        saved = form.load(path)
+    except (RuntimeError, ArithmeticError, LookupError, TypeError) as error:  # of damaged entries
+        raise FormatError(
+            f"cannot read {path}: {one_line(error)}; check that the file is whole"
+        ) from error
     if processing is not None:
         saved = replace(saved, processing=saved.processing | dict(processing))
     saved = settled(saved)
@@ -310,11 +302,6 @@ def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
                 )
             if name != "native":
                 saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
-                if saved.sae.widths:  # no other library has a name for several hook points
-                    origin = {
-                        key: saved.origin[key] for key in OF_CROSSCODERS if key in saved.origin
-                    }
-                    saved = replace(saved, origin=origin)
             form.save(saved, temporary)
             if form.takes_sets:
                 members.append((saved.origin["layer"], circuit_tracer.in_common(saved)))

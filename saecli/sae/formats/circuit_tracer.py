@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...base.errors import FormatError, layers_in_words, one_line
+from ...base.errors import FormatError, one_line
 from ...base.files import appearing_whole
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
 
-CONFIG, WEIGHTS = "config.yaml", "layer_*.safetensors"
+CONFIG, WEIGHTS = "config.yaml", "layer_[0-9]*.safetensors"
 WANDB_CONFIG = "wan*b-config.yaml"  # of transcoders of Qwen3 without a config.yaml, also misspelt; which is then
 QWEN3 = {
     "model_kind": "transcoder_set",
@@ -30,15 +28,12 @@ NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec
 THRESHOLD = {"activation_function.threshold": "threshold"}
 WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK, TopK)
 
-_LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
 _QWEN3 = re.compile(r"qwen3-([\d.]+b)-transcoders")
 
 
 def load_circuit_tracer(file: Path) -> SavedSAE:
-    """Read one layer's transcoder; FormatError for thresholds below zero, under which negative codes would pass."""
-    path, match = file.parent / CONFIG, _LAYER.fullmatch(file.name)
-    if match is None:
-        raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
+    """Read one layer's transcoder."""
+    path, layer = file.parent / CONFIG, int(re.findall(r"\d+", file.name)[0])
     if path.is_file():
         config = _read_yaml(path)
     else:
@@ -50,35 +45,22 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     tensors = common.renamed(file, stored, NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
     if config.get("activation") == "topk":
-        k = config.get("k", "")
-        number = int(k) if re.fullmatch(r"\d{1,18}", k) else None
-        activation = common.configured(path, TopK, k=number)
+        activation = common.configured(path, TopK, k=config.get("k"))
     sae = common.assemble(file, tensors, activation, transcodes=True)
-    lowest = float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())
-    if lowest < 0:
-        raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
-    origin = {"model": config.get("model_name"), "layer": int(match[1])}
+    origin = {"model": config.get("model_name"), "layer": layer}
     for of, side in (("", "input"), ("target_", "output")):
         hook = config.get(f"feature_{side}_hook")
-        origin |= hooks.origin_of_hook(f"blocks.{match[1]}.{hook}", of) if hook else {}
+        origin |= hooks.origin_of_hook(f"blocks.{layer}.{hook}", of) if hook else {}
     return SavedSAE(sae, common.origin_from(origin), transcodes=True)
 
 
-def _read_yaml(path: Path) -> dict[str, str]:
-    """The entries of a YAML file that are texts or numbers, as texts."""
+def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml  # takes 20 ms to import, and other formats do not need it
 
     try:
-        document = yaml.load(path.read_bytes(), yaml.BaseLoader)
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise FormatError(f"cannot read {path}: {one_line(error)}") from error
-    if not isinstance(document, dict):
-        raise FormatError(
-            f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
-            f"{type(document).__name__}"
-        )
-    entries = document.items()
-    return {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
 
 
 def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
@@ -90,7 +72,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
     names = NAMES | common.SKIP
     if not isinstance(sae.activation, Relu):
         names |= THRESHOLD
-    path = folder / WEIGHTS.replace("*", str(saved.origin["layer"]))
+    path = folder / f"layer_{saved.origin['layer']}.safetensors"
     common.write_tensors(path, common.disassembled(sae, names))
 
 
@@ -123,30 +105,22 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
 def in_common(saved: SavedSAE) -> dict[str, Any]:
     """What the transcoders of a set must have in common."""
     sae = saved.sae
-    shared = {"model_name": None, "activation": "relu or jumprelu", "k": None} | _config(saved)
-    return shared | {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+    sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+    return _config(saved) | sizes
 
 
 def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """FormatError unless they, each a layer and what is `in_common`, are one transcoder for each layer of one model."""
-    first, expected = members[0]
-    seen = set[int]()
-    for layer, own in members:
-        if layer in seen:
-            raise FormatError(
-                f"circuit-tracer takes one transcoder for each layer, got two of layer {layer}; name one"
-            )
-        seen.add(layer)
-        for what, value in expected.items():
-            if own[what] != value:
-                raise FormatError(
-                    f"circuit-tracer needs the same {what} in all layers: expected {value} as in layer "
-                    f"{first}, got {own[what]} in layer {layer}"
-                )
-    model = expected["model_name"]
-    layers = hooks.layers_of(model) or max(seen) + 1
-    if missing := set(range(layers)) - seen:
+    """FormatError unless they, each a layer and what is `in_common`, are alike and of the layers from 0 on."""
+    layers = sorted(layer for layer, _ in members)
+    if layers != [*range(len(layers))]:
         raise FormatError(
-            f"circuit-tracer needs a transcoder for each layer of {model}, 0 to {layers - 1}: got none for "
-            f"{layers_in_words(missing)}; train what is missing, and name all"
+            f"circuit-tracer needs a transcoder for each layer from 0 on, once each: got layers {layers}"
         )
+    first, expected = members[0]
+    for layer, own in members:
+        differing = [name for name in own | expected if own.get(name) != expected.get(name)]
+        if differing:
+            raise FormatError(
+                f"circuit-tracer needs transcoders alike in all layers: layer {layer} differs from layer {first} in "
+                f"{', '.join(differing)}"
+            )

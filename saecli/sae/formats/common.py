@@ -5,11 +5,9 @@ Libraries that subtract the decoder bias from a row before encoding are read and
 """
 
 import fnmatch
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -22,10 +20,10 @@ from torch import Tensor
 from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole
-from ...store.arrays import check_memory, list_numpy, load_torch, naming
+from ...store.arrays import check_memory, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
-from ..dictionary import SAE, name_of
+from ..dictionary import SAE
 
 Document = TypeVar("Document")
 Configured = TypeVar("Configured")
@@ -38,8 +36,6 @@ SKIP = {"W_skip": "W_skip.T"}  # of libraries that compute `x @ W_skip.T`
 THRESHOLD = {"threshold": "threshold"}
 GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 ORIGIN = {entry.name: get_args(entry.type)[0] for entry in fields(Origin)}  # types
 TO_FIT = "end other programs, or read it on a machine with more"
 
@@ -94,7 +90,7 @@ def assemble(
         tensors["threshold"] = tensors.pop("b_gate")
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
     renamed(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
-    d_sae, d_out = _check_shapes(path, tensors, activation, transcodes)
+    d_sae = _check_shapes(path, tensors, activation, transcodes)
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     copied = [
         tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()
@@ -102,15 +98,6 @@ def assemble(
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
     _check_finite(path, tensors)
     configured(path, activation.check, d_sae=d_sae)
-    rise = all(before < after for before, after in pairwise((0, *prefixes)))
-    if prefixes and (prefixes[-1] != d_sae or not rise):
-        raise FormatError(
-            f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}"
-        )
-    if widths and (min(widths) < 1 or sum(widths) != d_out):
-        raise FormatError(
-            f"{path}: expected widths of hook points that sum to {d_out}, got {list(widths)}"
-        )
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
     W_skip = ready.pop("W_skip", None)
@@ -128,8 +115,8 @@ def assemble(
 
 def _check_shapes(
     path: Path, tensors: Mapping[str, Tensor], activation: Activation, transcodes: bool
-) -> tuple[int, int]:
-    """F and E of tensors by this tool's names; FormatError unless they fit each other."""
+) -> int:
+    """F of tensors by this tool's names; FormatError unless they fit each other."""
     W_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
     if W_enc.ndim != 2 or not W_enc.numel():
         raise FormatError(
@@ -152,7 +139,7 @@ def _check_shapes(
             raise FormatError(
                 f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}"
             )
-    return d_sae, d_out
+    return d_sae
 
 
 def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -257,7 +244,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors, and the header's entries."""
     with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        return _numbers(path, tensors), file.metadata() or {}
+        return tensors, file.metadata() or {}
 
 
 def read_renamed(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -275,34 +262,17 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         raise FormatError(
             f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__}"
         )
-    return _numbers(path, tensors)
+    return tensors
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
-    """The floating-point arrays of NumPy's archive, without running code."""
-    tensors = {}
-    with naming(str(path), TO_FIT):
-        for name, load in list_numpy(path).items():
-            array = load()
-            if array.dtype not in FLOATS:
-                raise FormatError(
-                    f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}"
-                )
-            tensors[name] = torch.from_numpy(np.asarray(array.read(())))
-    return tensors
-
-
-def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """FormatError unless all tensors are dense numbers on the CPU."""
-    for name, tensor in tensors.items():
-        dtype = name_of(tensor.dtype)
-        usual = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not usual or dtype not in (*FLOATS, *WHOLE):
-            raise FormatError(
-                f"{path}: expected numbers in {name!r}, got {dtype}, {tensor.layout}, on "
-                f"{tensor.device}; the file is damaged, or holds no SAE"
-            )
-    return tensors
+    """The arrays of NumPy's archive, without running code."""
+    with (
+        naming(str(path), TO_FIT),
+        path.open("rb") as file,  # which NumPy leaves open if it is damaged
+        np.load(file, allow_pickle=False) as arrays,
+    ):
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def write_tensors(
@@ -317,10 +287,7 @@ def write_tensors(
         try:
             save(ready, temporary, **({} if metadata is None else {"metadata": metadata}))
         except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
-            if match := re.search(r"\(os error (\d+)\)", str(error)):
-                number = int(match[1])
-                raise OSError(number, os.strerror(number), str(path)) from error
-            raise FormatError(f"cannot write {path}: {one_line(error)}") from error
+            raise OSError(f"cannot write {path}: {one_line(error)}") from error
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:

@@ -113,9 +113,6 @@ class Affine(NamedTuple):
     bias: Tensor
     weight: Tensor
 
-    def inverse(self) -> "Affine":
-        return Affine(-self.bias / self.weight, 1 / self.weight)
-
 
 def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
     """`layer` and `site` in TransformerLens' name, after `of`; empty for other names."""
@@ -164,7 +161,7 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
         for key in origin.keys() & {"site", "target_site"}:
             origin[key] = family.sites.get(origin[key], origin[key])
         if saved.processing.get("fold_ln") or not family.layer_norm:
-            norms = _norms(saved, model, NORMALIZED)
+            norms = _norms(saved, model)
     for end in norms:
         origin[f"{end}site"] = "mlp_in"
         remarks.append(
@@ -182,36 +179,26 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
             "not change its codes here, and its predictions lack it"
         )
     processing = saved.processing | {"center_writing_weights": False}
+    if norms:
+        processing["fold_ln"] = False
     return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
 
 
-def unsettled(saved: SavedSAE) -> SavedSAE:
-    """An SAE at `mlp_in` as one at `ln2.hook_normalized`, if its model's norm is on this machine; others as is."""
-    origin, processing = dict(saved.origin), dict(saved.processing)
-    remarks = []
-    model = origin.get("model")
-    family = _family(model)
-    norms = _norms(saved, model, "mlp_in")
-    for end in norms:
-        origin[f"{end}site"] = NORMALIZED
-        remarks.append(
-            f"is written for {hook_name(origin, end)}, rows before the norm's weight; that of {model} is "
-            "folded into it"
-        )
-    if norms and family is not None and family.layer_norm:
-        processing["fold_ln"] = True
-    if not saved.sae.widths and "mlp_in" in (origin.get("site"), origin.get("target_site")):
-        remarks.append(
+def notes_on_writing(origin: Mapping[str, Any]) -> list[str]:
+    """What the user of an SAE that is written with TransformerLens' names should know, each a predicate."""
+    notes = []
+    if "mlp_in" in (origin.get("site"), origin.get("target_site")):
+        notes.append(
             "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
             "HookedTransformer lacks"
         )
+    family = _family(origin.get("model"))
     if origin.get("site") == "attn_z" and (family is None or Z not in family.sites):
-        remarks.append(
+        notes.append(
             f"is written for {Z}, which TransformerLens' fold_value_biases changes where values have a bias; "
             "load the model without it"
         )
-    sae = _folded(saved, {end: norm.inverse() for end, norm in norms.items()})
-    return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
+    return notes
 
 
 def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | None:
@@ -219,16 +206,9 @@ def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | N
     if rows.get("site") != "mlp_in" or origin.get("site") != NORMALIZED:
         return None
     model = origin.get("model", rows.get("model"))
-    family = _family(model)
-    if family is not None and family.layer_norm:
-        return (
-            f"it reads {NORMALIZED}, which TransformerLens 2 takes after the LayerNorm's weight and bias, as "
-            "mlp_in is, and 3 before them; write mlp.hook_in into its file for the one, for the other "
-            "fold_ln: true into model_from_pretrained_kwargs"
-        )
     return (
         f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; fetch {model} "
-        "by `hf download`, as safetensors, to fold that weight in"
+        "by `hf download` to fold that weight in (with LayerNorm set fold_ln)"
     )
 
 
@@ -273,13 +253,6 @@ def _family(model: str | None) -> Family | None:
     return FAMILIES.get(str(kind))
 
 
-def layers_of(model: str | None) -> int | None:
-    """The number of a model's layers, if it is on this machine."""
-    config = _config(model)
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    return layers if isinstance(layers, int) else None
-
-
 def _config(model: str | None) -> dict[str, Any]:
     """The configuration of a language model; empty if it is not on this machine, or cannot be read."""
     folder = _folder(model)
@@ -293,14 +266,14 @@ def _config(model: str | None) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _norms(saved: SavedSAE, model: str | None, site: str) -> dict[str, Affine]:
-    """The norms before the MLP at an SAE's ends of this site, if their weights are here, fit and can be inverted."""
+def _norms(saved: SavedSAE, model: str | None) -> dict[str, Affine]:
+    """The norms before the MLP at an SAE's ends that are before their weight, if these are here, fit and have no 0."""
     family, folder = _family(model), _folder(model)
     if family is None or folder is None:
         return {}
     norms = {}
     for end in ENDS:
-        if saved.origin.get(f"{end}site") != site:
+        if saved.origin.get(f"{end}site") != NORMALIZED:
             continue
         width = saved.sae.d_out if end else saved.sae.d_in
         parts = _weights(folder, rf"{saved.origin[f'{end}layer']}\.{family.norm}")

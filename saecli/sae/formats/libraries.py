@@ -128,7 +128,6 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
-    saved = hooks.unsettled(saved)
     sae, origin = saved.sae, saved.origin
     metadata = {
         "sae_lens_version": SAELENS_VERSION,
@@ -301,13 +300,13 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     tensors = common.renamed(file, stored, layout.names | {name: name for name in extra})
     settings = {}
     if "k" in layout.extras:
-        settings["k"] = _whole(file, "k", tensors.pop("k"), 1)[0] if "k" in extra else trainer.k
+        settings["k"] = int(tensors.pop("k")) if "k" in extra else trainer.k
     activation = common.configured(file, layout.activation, **settings)
     if "threshold" not in activation.parameters(1):
         tensors.pop("threshold", None)
     prefixes: Prefixes = ()
     if "group_sizes" in tensors:
-        sizes = _whole(file, "group_sizes", tensors.pop("group_sizes"))
+        sizes = tensors.pop("group_sizes").tolist()
         prefixes = tuple(accumulate(sizes)) if len(sizes) > 1 else ()
     site = trainer.submodule_name
     if isinstance(site, str):
@@ -318,16 +317,6 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
         common.assemble(file, tensors, activation, layout.subtracts, prefixes),
         common.origin_from({"model": trainer.lm_name, "layer": trainer.layer, "site": site}),
     )
-
-
-def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> list[int]:
-    fits = numbers.ndim <= 1 and count in (None, numbers.numel())
-    if not fits or numbers.is_floating_point() or numbers.is_complex():
-        words = "a whole number" if count else "whole numbers"
-        raise FormatError(
-            f"{path}: {name} must be {words}, got {numbers.dtype} of shape {tuple(numbers.shape)}"
-        )
-    return numbers.flatten().tolist()
 
 
 def _extra(sae: SAE, name: str) -> Tensor:

@@ -1,12 +1,11 @@
-"""Published suites: Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read.
+"""Published suites, which are only read: Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files.
 
 README.md has the files of each, and says where other tools differ. Gemma Scope 2 names hook points as Gemma 3's modules
 in transformers; a skip is applied as `x @ affine_skip_connection`.
 
 A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: file `params_layer_I.safetensors` has
-latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. The same
-tensors stacked in one `params.safetensors`, as the release's own class holds them, are read too. Here it is one SAE of
-n F latents on concatenated rows, whose encoder is zero outside its diagonal blocks.
+latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. Here it is
+one SAE of n F latents on concatenated rows, whose encoder is zero outside its diagonal blocks.
 
 Llama Scope's weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
 dataset_average_activation_norm`, and predict `c_out * y`. `jump_relu_threshold` is one number, in units of the targets:
@@ -23,13 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...base.errors import FormatError
-from ...base.files import appearing_whole, write_json
-from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from ..activations import JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
 
@@ -37,7 +34,6 @@ GEMMA_ARRAYS = "params.npz"
 GEMMA_CONFIG = "config.json"
 GEMMA_WHOLE, GEMMA_LAYERS = "params.safetensors", "params_layer_*.safetensors"
 GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
-GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
 SKIP = {"affine_skip_connection": "W_skip"}
 # Modules by site.
@@ -75,13 +71,6 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     elif kind in GEMMA_KINDS:
         origin["site"] = GEMMA_KINDS[kind]
     return SavedSAE(sae, origin)
-
-
-def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
-    tensors = common.disassembled(saved.sae, common.PLAIN | common.THRESHOLD)
-    arrays: dict[str, Any] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
-    with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays)
 
 
 def _named_by(folder: Path) -> dict[str, Any]:
@@ -127,54 +116,15 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
 
 def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """A crosscoder's tensors over all its layers, and their widths."""
-    parts = _crosscoder_layers(folder, layers)
+    files = [folder / GEMMA_LAYERS.replace("*", str(layer)) for layer in range(layers)]
+    parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
     width, latents = parts[0]["b_dec"].numel(), parts[0]["b_enc"].numel()
-    shapes = {
-        "W_enc": (width, latents),
-        "b_enc": (latents,),
-        "W_dec": (latents, layers, width),
-        "b_dec": (width,),
-        "threshold": (latents,),
-    }
-    for part in parts:
-        for name, shape in shapes.items():
-            if tuple(part[name].shape) != shape or not part[name].is_floating_point():
-                raise FormatError(
-                    f"{folder}: expected floating-point numbers of shape {shape} in {name.lower()} of each "
-                    f"layer, got {part[name].dtype} of shape {tuple(part[name].shape)}"
-                )
-        part["W_dec"] = part["W_dec"].flatten(1)
     entries = layers**2 * width * latents  # of either matrix
     common.check_memory(str(folder), 2 * entries * parts[0]["W_enc"].dtype.itemsize, common.TO_FIT)
-    tensors = {
-        name: torch.cat([part[name] for part in parts]) for name in shapes if name != "W_enc"
-    }
-    tensors["W_enc"] = torch.block_diag(*(part["W_enc"] for part in parts))
-    return tensors, (width,) * layers
-
-
-def _crosscoder_layers(folder: Path, layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer, from a file of each, or one of all."""
-    names = {path.name for path in folder.glob(GEMMA_LAYERS)}
-    files = [folder / GEMMA_LAYERS.replace("*", str(layer)) for layer in range(layers)]
-    whole = folder / GEMMA_WHOLE
-    if not names and whole.is_file():
-        files = [whole]
-    elif names != {path.name for path in files}:
-        raise FormatError(
-            f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
-            f"hf_hook_point_in, got {', '.join(sorted(names))}; fetch the whole folder again"
-        )
-    parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
-    if files != [whole]:
-        return parts
-    for name, tensor in parts[0].items():
-        if not layers or tensor.shape[:1] != (layers,):
-            raise FormatError(
-                f"{whole}: expected {name.lower()} of a crosscoder with one entry for each of the "
-                f"{layers} layers in hf_hook_point_in, got shape {tuple(tensor.shape)}"
-            )
-    return [{name: own[layer] for name, own in parts[0].items()} for layer in range(layers)]
+    W_enc = torch.block_diag(*(part.pop("W_enc") for part in parts))
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    tensors["W_dec"] = tensors["W_dec"].flatten(1)
+    return tensors | {"W_enc": W_enc}, (width,) * layers
 
 
 def _layers_and_module(hook: Any) -> tuple[list[int], str]:
@@ -193,30 +143,6 @@ def _origin(hook: Any, of: str = "") -> dict[str, Any]:
     return {f"{of}layer": layers[0], f"{of}site": hooks.site_of(module)}
 
 
-def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE or a transcoder as published, without hook points that have no name there."""
-    sae, origin = saved.sae, saved.origin
-    if sae.widths:
-        raise FormatError(
-            "gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "
-            "an SAE or a transcoder; use saelens, which takes it for an SAE of concatenated rows"
-        )
-    config = {
-        "architecture": "jump_relu",
-        "type": "transcoder" if saved.is_transcoder else "sae",
-        "width": sae.d_sae,
-        "affine_connection": sae.W_skip is not None,
-    }
-    if "model" in origin:
-        config["model_name"] = origin["model"]
-    for end, of in (("in", ""), ("out", "target_" if saved.is_transcoder else "")):
-        layer, module = origin.get(f"{of}layer"), GEMMA_MODULES.get(origin.get(f"{of}site", ""))
-        if layer is not None and module is not None:
-            config[f"hf_hook_point_{end}"] = f"model.layers.{layer}.{module}"
-    write_json(folder / GEMMA_CONFIG, config)
-    common.write_tensors(folder / GEMMA_WHOLE, common.disassembled(sae, GEMMA_NAMES | SKIP))
-
-
 LLAMA_CONFIG = "hyperparams.json"
 LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = "config.json", "sae_weights.safetensors"
 # As published, or next to the hyperparameters.
@@ -226,7 +152,7 @@ LLAMA_MODELS = {  # by a part of the folder
     "Llama-Scope-R1-Distill": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
 }
 LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
-QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer*.sae.pt"
+QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer[0-9]*.sae.pt"
 ONE_FILE = "*-SAE-l*.pt|*-SAE-l*.pth|gpt2-small_L*_Hcat_z_*.pt"
 ONE_FILE_NAMES = (
     LLAMA_NAMES,
@@ -235,7 +161,6 @@ ONE_FILE_NAMES = (
 )
 QWEN_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec.T", "b_dec": "b_dec"}
 
-_LAYER = re.compile(r"layer(\d{1,9})\.sae\.pt")
 _ONE_FILE = re.compile(r"(?:(.+)-SAE-l(\d{1,9})\.pth?|gpt2-small_L(\d{1,9})_Hcat_z_.*\.pt)")
 _K = re.compile(r"(?:.*[-_.])?(?:L0_|[kK]_?)(\d{1,9})")
 _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
@@ -245,7 +170,6 @@ _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 class Hyperparameters:
     """The entries used here; a `Literal` is the one value that can be expressed."""
 
-    d_model: int
     jump_relu_threshold: float = math.nan  # the R1 distillations have both with the weights
     dataset_average_activation_norm: dict[str, float] = field(default_factory=dict)
     hook_point_in: Any = None
@@ -260,15 +184,10 @@ class Hyperparameters:
 
 def load_llama_scope(folder: Path) -> SavedSAE:
     config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
-    threshold = config.jump_relu_threshold
-    if not 0 <= threshold < math.inf:
-        raise FormatError(
-            f"{folder / LLAMA_CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; "
-            "negative codes cannot be expressed here"
-        )
     path = next(path for name in LLAMA_WEIGHTS if (path := folder / name).is_file())
     tensors = common.read_renamed(path, LLAMA_NAMES)
-    tensors["threshold"] = torch.full_like(tensors["b_enc"], threshold, dtype=torch.float32)
+    threshold = torch.full_like(tensors["b_enc"], config.jump_relu_threshold, dtype=torch.float32)
+    tensors["threshold"] = threshold
     return _folded(path, tensors, config, config.dataset_average_activation_norm, raw=True)
 
 
@@ -284,9 +203,7 @@ def load_llama_scope_r1(folder: Path) -> SavedSAE:
     stored = common.read_renamed(path, names)
     tensors = {name: stored[name] for name in common.WEIGHTS}
     tensors["threshold"] = stored["log_jumprelu_threshold"].exp()
-    norms = {}
-    for end, name in norm_names.items():
-        norms[end] = float(stored[name]) if stored[name].numel() == 1 else math.nan
+    norms = {end: float(stored[name]) for end, name in norm_names.items()}
     return _folded(path, tensors, config, norms)
 
 
@@ -298,17 +215,8 @@ def _folded(
     raw: bool = False,
 ) -> SavedSAE:
     """The SAE on raw rows; thresholds are in `raw` or normalised units."""
-    if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
-        raise FormatError(
-            f"{path.parent}: expected dataset_average_activation_norm to have positive numbers `in` and "
-            f"`out`, got {norms}; a file is damaged"
-        )
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
-    if config.d_model != sae.d_in:
-        raise FormatError(
-            f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}"
-        )
     c_in, c_out = (math.sqrt(sae.d_in) / norms[end] for end in ("in", "out"))
     # What is compared with the threshold, of a code of 1.
     compared, unit = torch.ones_like(sae.b_enc), c_in
@@ -325,9 +233,6 @@ def _folded(
 
 def load_qwen_scope(file: Path) -> SavedSAE:
     """Read one layer's SAE; k may be in the name of any folder above, as in the hub client's cache."""
-    layer = _LAYER.fullmatch(file.name)
-    if layer is None:
-        raise FormatError(f"{file}: expected layerL.sae.pt, L the number of its layer")
     path = file.parent / QWEN_CONFIG
     config = common.read_config(path, dict[str, Any]) if path.is_file() else {}
     names = [folder.name for folder in file.absolute().parents]
@@ -346,7 +251,8 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     )
     models = [f"Qwen/{match[1]}" for match in map(_MODEL.fullmatch, names) if match]
     model = config.get("base_model", models[0] if models else None)
-    origin = {"model": model, "layer": int(layer[1]), "site": "resid_post"}
+    layer = int(re.findall(r"\d+", file.name)[0])
+    origin = {"model": model, "layer": layer, "site": "resid_post"}
     return SavedSAE(sae, common.origin_from(origin))
 
 
