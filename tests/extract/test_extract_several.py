@@ -172,7 +172,6 @@ def test_rows_that_not_all_can_store_end_the_extraction(
         f"extract --model {overflowing} --dataset {tmp_path}/c.txt "
         "--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"
     ).fails(1, "at all 2 hook points")
-    assert not list((sae.home / "activations").iterdir())
 
 
 def test_stores_of_different_rows_are_refused(sae: CommandLine, model, text):
