@@ -154,7 +154,6 @@ SEEN = {
     "_is_amx_tile_supported": "torch 2.13.0",
     "_indices": "torch 2.13.0; indices() sorts a gradient first",
     "_values": "torch 2.13.0",
-    "_getframe": "Python 3.11",
     "_exit": "Python's documentation has it",
     "_replace": "Python's documentation has it",
 }

@@ -166,7 +166,6 @@ def test_rows_that_not_all_can_store_end_the_extraction(
         f"extract --model {overflowing} --dataset {tmp_path}/c.txt "
         "--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"
     ).fails(1, "is finite in float16 at every hook point")
-    assert not list((sae.home / "activations").iterdir())
 
 
 def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text):

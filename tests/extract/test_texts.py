@@ -151,7 +151,6 @@ def test_identity_of_hub_datasets_tells_sources_apart():
     ("name", "content", "column", "message"),
     [
         ("none.txt", None, "text", "does not exist"),
-        (".", None, "text", "got a folder"),
         ("a.csv", "a,b", "text", "expected a .txt, .jsonl or .parquet file"),
         ("a.txt", b"caf\xe9\n", "text", "it has the byte 0xe9"),
         ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected .*, body, n"),
