@@ -146,6 +146,12 @@ def _typed(option: Option, value: Any) -> Any:
 def _combinations(options: Mapping[str, Any]) -> tuple[Given, ...]:
     """One `Given` for each combination of values that are lists."""
     several = {name: values for name, values in options.items() if isinstance(values, list)}
+    for name, values in several.items():
+        twice = [value for index, value in enumerate(values) if value in values[:index]]
+        if twice:
+            raise ConfigError(
+                f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per value"
+            )
     combinations = []
     for combination in product(*several.values()):
         chosen = dict(zip(several, combination, strict=True))

@@ -152,7 +152,7 @@ def test_command_saves_a_run_and_prints_what_eval_measures(sae: CommandLine, tmp
     assert sparsity["dead_fraction"] == pytest.approx(dead.item())
     for words in (
         "geometry refit-run --rows 50 --fit-rows 200",
-        f"report refit-run --top 2 --out {tmp_path / 'pages'}",
+        f"report refit-run --latents 2 --out {tmp_path / 'pages'}",
         f"export refit-run --to saelens --out {tmp_path / 'out'}",
     ):
         assert sae(*words.split()).status == 0
