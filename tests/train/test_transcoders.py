@@ -333,4 +333,3 @@ def test_a_copy_keeps_the_places():
         sae.copy_to("cpu"),
     ):
         assert copy.widths == (5, 3)
-    assert "widths=(5, 3)" in repr(sae)
