@@ -37,9 +37,8 @@ from saecli.base.errors import ConfigError, FormatError, SaeError
 from saecli.base.files import folder_appearing_whole, is_free
 from saecli.base.home import Home
 from saecli.extract.splice import hooked, spec_of
-from saecli.measure.evaluate import check_model
+from saecli.measure.evaluate import check_model, together
 from saecli.measure.measured import ChosenRows, Measured
-from saecli.measure.together import together
 from saecli.sae.activations import Relu
 from saecli.sae.activations.base import Thresholded
 from saecli.sae.codes import Codes

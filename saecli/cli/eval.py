@@ -65,10 +65,9 @@ def command(
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ..measure.evaluate import check_tokens, compare_measured
+    from ..measure.evaluate import check_tokens, compare_measured, together
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, demand_several, stability_of
-    from ..measure.together import together
     from ..show import measures
 
     session = start(ctx)

@@ -86,7 +86,7 @@ def command(
 
     session = start(ctx)
     if list_modules:
-        from ..extract.listing import modules_document
+        from ..extract.language_model import modules_document
         from ..show.tables import modules_table
 
         idle = session.given - {"model", "model_revision", "device", "list_modules", "json"}

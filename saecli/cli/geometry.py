@@ -5,7 +5,7 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.options import Option
-from ..geometry.options import Settings
+from ..geometry import Settings
 from .options import Data, Json, Plot, Runs, SplitName, configured, start
 
 SLICE = Option(

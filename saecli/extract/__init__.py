@@ -6,8 +6,7 @@ tokenizer.py        special tokens around a text, messages through a chat templa
 windows.py          documents to windows of tokens, windows to blocks
 model_source.py     where a model is: bundled, a folder, a GGUF file, the hub
 model_objects.py    a model and a tokenizer that the user has loaded
-language_model.py   a loaded model, without blocks not needed
-listing.py          sae extract --list-modules
+language_model.py   a loaded model, without blocks not needed; sae extract --list-modules
 hooks.py            modules by name, sites among them, activations there read and replaced
 reads.py            how strongly later blocks read each dimension
 tokens.py           continuations, tokens that a direction promotes

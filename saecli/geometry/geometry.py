@@ -31,8 +31,8 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..store.reader import Rows
 from ..store.split import Which
+from . import SAMPLE_ROWS, Settings
 from .cells import Cells, agreement, cells_of
-from .options import SAMPLE_ROWS, Settings
 from .references import measure_references
 
 KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21

@@ -290,7 +290,7 @@ class Dictionary(Module, ABC):
     def __repr__(self) -> str:
         sizes = f"d_in={self.d_in}, d_out={self.d_out}, d_sae={self.d_sae}"
         kept_as = f"{name_of(self.W_enc.dtype)}, {self.W_enc.device}"
-        return f"{type(self).__name__}({self.activation.name}, {sizes}, {kept_as})"
+        return f"{type(self).__name__}({self.activation!r}, {sizes}, {kept_as})"
 
     def _rows(self, verb: str, tensor: Tensor, width: int) -> Tensor:
         device = self.W_enc.device

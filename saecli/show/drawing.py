@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from ..base.console import listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
+from ..geometry import Settings
 from ..geometry.geometry import measure_geometry
-from ..geometry.options import Settings
 from ..measure.evaluate import compare_measured, sparsity_document
 from ..measure.measured import ChosenRows, RowsLike
 from ..measure.stability import stability

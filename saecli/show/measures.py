@@ -11,10 +11,9 @@ from rich.console import Group, RenderableType
 from ..base.documents import point_words
 from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
-from ..measure.evaluate import ERRORS, LIKE_L0
+from ..measure.evaluate import ERRORS, LIKE_L0, TOGETHER
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
-from ..measure.together import EFFECT as TOGETHER
 from ..sae.metrics import DENSE_FREQUENCY
 from .tables import Document, before_and_after, records_table, spelt, table
 

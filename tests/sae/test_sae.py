@@ -87,7 +87,7 @@ def test_other_shapes_and_devices_are_refused_in_one_sentence(
 
 
 def test_an_sae_is_shown_in_one_line() -> None:
-    expected = f"SAE(relu, d_in={D}, d_out={D}, d_sae={F}, float32, cpu)"
+    expected = f"SAE(Relu(), d_in={D}, d_out={D}, d_sae={F}, float32, cpu)"
     assert repr(random_sae()) == expected
 
 
