@@ -9,7 +9,6 @@ import typer
 
 from ..base.errors import ConfigError, flag_of
 from ..base.home import checked_name, now
-from ..base.machine import is_disk_full
 from ..base.options import options_from
 from ..base.processes import communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
@@ -284,12 +283,7 @@ def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
     from ..train.runs import read_metrics
 
     for folder in folders:
-        try:
-            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
+        loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
 
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
