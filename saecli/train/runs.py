@@ -30,7 +30,7 @@ from torch import Tensor
 from ..base.console import Listener
 from ..base.documents import RUN_VERSION, Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
-from ..base.files import appearing_whole, lock_folder, regular, to_json, write_json
+from ..base.files import appearing_whole, lock_folder, to_json, write_json
 from ..base.home import RUN_MARKER, Home
 from ..base.options import toml_lines
 from ..extract.streaming import Streamed
@@ -273,23 +273,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     if not path.exists():
         return []
+    text = path.read_bytes()
     try:
-        text = regular(path).read_bytes()
-    except OSError as error:
+        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    except ValueError as error:
         raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
-    lines = []
-    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            measures = parse_json(line, dict[str, int | float | None])
-            if not isinstance(measures.get("step"), int):
-                raise ValueError
-            lines.append(measures)
-        except ValueError as error:
-            raise RunError(
-                f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
-                f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it"
-            ) from error
-    return lines
 
 
 @contextmanager

@@ -149,10 +149,8 @@ def test_a_run_of_another_version_or_on_other_rows_is_left_alone(
 
 
 @pytest.mark.slow
-def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
+def test_a_line_of_metrics_cut_off_by_a_kill_is_left_out(sae: CommandLine):
     folder = unfinished(sae)
-    (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    assert "cannot read line 2" in sae("train", "--resume", "--name", "run").err
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
     assert [line["step"] for line in read_metrics(folder)] == [1, 3]
     assert sae("train", "--resume", "--name", "run").status == 0
