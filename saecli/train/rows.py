@@ -25,8 +25,6 @@ from ..store.values import Spread
 ArrayLike = Tensor | numpy.typing.ArrayLike
 BLOCK_ROWS = 4096  # where the order does not matter; sums take each through a d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample for learning rate, initial scale and smoothing
-# Weights for raw rows are divided by the scale, and float32's maximum is 3.4e38.
-LEAST_SCALE = 1e-35
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ def fit_normalisation(
 
     `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
     `model` first multiplies each dimension by the root of how strongly the model reads it, `reads`, (D + E,).
-    `standardize` centres, and gives each dimension unit variance, as the paper does; one that varies by less than
-    `LEAST_SCALE` is only centred. ConfigError if all the rows vary by less than that.
+    `standardize` centres, and gives each dimension unit variance, as the paper does; one that does not vary is
+    only centred. ConfigError if all rows are the same.
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     d_in = len(mean) - d_target
@@ -93,17 +91,11 @@ def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
             f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
             "give another --data, or a larger --fraction"
         )
-    overall = variance.mean().sqrt()
-    if overall < LEAST_SCALE:
-        raise ConfigError(
-            f"the training rows are nearly the same: their spread must be at least {LEAST_SCALE:g}, "
-            f"got {overall.item():.2g}; multiply them, and import them again"
-        )
     if kind == "none":
         return torch.ones_like(variance)
     if kind in ("scale", "model"):
-        return overall.expand_as(variance)
-    return torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
+        return variance.mean().sqrt().expand_as(variance)
+    return torch.where(variance > 0, variance.sqrt(), 1.0)
 
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:

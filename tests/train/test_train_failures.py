@@ -204,22 +204,6 @@ def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: Comman
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["scale", "standardize"])
-def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, normalize: str):
-    rows = some_rows(1000) - np.float32(1.5)
-    for name, factor in (("subnormal", 1e-40), ("small", 1e-34), ("plain", 1)):
-        make_store(sae.home, name, (rows * np.float64(factor)).astype(np.float32))
-    words = ["train", *QUICK, "--normalize", normalize, "--data"]
-    sae(*words, "subnormal").fails(
-        2, "their spread must be at least 1e-35, got 1e-40; multiply them"
-    )
-    small, plain = (
-        sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain")
-    )
-    assert small == pytest.approx(plain, rel=1e-3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.long), 23])
 def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer, step: int):
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
