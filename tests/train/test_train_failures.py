@@ -292,7 +292,6 @@ WRONG = [
     ("--data narrow --init old", "--init old cannot be trained on these rows: expected rows of 8"),
     ("--data rows --init old --k 30", "--k must be at most --d-sae, 20"),
     ("--data rows --init old --act relu --k 3", "--k does nothing with --act relu"),
-    ("--data rows --init old --act jumprelu --target-l0 19", "--target-l0 must be at most"),
     ("--data rows --skip", "--skip does nothing without --target"),
     ("--data rows --target many", "rows and many are not row for row the same tokens"),
     ("--data rows --data rows", "--data names rows twice"),
