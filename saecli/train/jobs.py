@@ -248,7 +248,7 @@ def _train(
         if jobs[0].run.plan.as_one:
             total = jobs[0].run.plan.steps
     with listener.progress(title, total, "steps") as show:
-        trainings = _start_trainings(jobs, listener, alone, show, errors)
+        trainings = _start_trainings(jobs, alone, show, errors)
         loop = jobs[0].run.loop([*trainings.values()], alone)
         try:
             saes = loop.train()
@@ -274,7 +274,7 @@ def _train(
 
 
 def _start_trainings(
-    jobs: Sequence[Job], listener: Listener, alone: bool, show: Step, errors: dict[str, Exception]
+    jobs: Sequence[Job], alone: bool, show: Step, errors: dict[str, Exception]
 ) -> dict[str, Training]:
     """The trainings, by name; the error of one that is not `alone` goes into `errors`."""
     trainings: dict[str, Training] = {}
@@ -286,7 +286,7 @@ def _start_trainings(
 
     records: Sequence[Record] = [Record()] * len(jobs)
     if communicator().is_main:
-        records = jobs[0].run.records({job.folder: job.run for job in jobs}, listener)
+        records = jobs[0].run.records({job.folder: job.run for job in jobs})
     for job, record in zip(jobs, records, strict=True):
         try:
             trainings[job.name] = start_training(
