@@ -38,7 +38,7 @@ class Communicator:
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Replace a contiguous tensor by its `sum`, `min` or `max` over all processes; returns it."""
+        """Replace a contiguous tensor by its `sum` or `min` over all processes; returns it."""
         if self.world_size > 1:
             with _peers() as dist:
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))

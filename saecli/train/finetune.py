@@ -250,8 +250,8 @@ class Members(NamedTuple):
 class MemberRecord(RunRecord):
     """Writes the files of a run of a set."""
 
-    def __init__(self, run: Run, folder: Path, listener: Listener, members: Members) -> None:
-        super().__init__(run, folder, listener)
+    def __init__(self, run: Run, folder: Path, members: Members) -> None:
+        super().__init__(run, folder)
         self._members = members
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
@@ -288,11 +288,11 @@ class FinetuneRun(Run):
             return name
         return f"'{name.removesuffix(Path(self.plan.start.name).name)}*'"
 
-    def records(self, runs: Mapping[Path, Run], listener: Listener) -> list[RunRecord]:
+    def records(self, runs: Mapping[Path, Run]) -> list[RunRecord]:
         if not self.plan.as_one:
-            return super().records(runs, listener)
+            return super().records(runs)
         members = Members(sorted(runs), {})
-        return [MemberRecord(run, folder, listener, members) for folder, run in runs.items()]
+        return [MemberRecord(run, folder, members) for folder, run in runs.items()]
 
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
         kind = TogetherLoop if self.plan.as_one else ThroughLoop

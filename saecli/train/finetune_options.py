@@ -4,15 +4,12 @@ Imports no torch, so that help pages are fast.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
 from ..extract.options import ExtractConfig
 from ..extract.texts import STDLIB_DOCS
-from .options import VECTORS, SolverConfig, TrainingConfig
-
-if TYPE_CHECKING:
-    from ..sae.codes import Prefixes
+from .options import SolverConfig, TrainingConfig
 
 TEXT = (
     "dataset",
@@ -79,10 +76,6 @@ class Finetune(SolverConfig):
         Literal["decoder"] | None,
         Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),
     ] = None
-
-    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: "Prefixes" = ()) -> int:
-        """Weights, gradients and optimiser state, in float32."""
-        return 4 * (2 + VECTORS) * 2 * d_in * d_sae
 
 
 _HELP = {

@@ -13,7 +13,6 @@ from ..base.console import Listener, Silent, Step
 from ..base.documents import read_run
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
-from ..base.machine import is_disk_full
 from ..base.processes import communicator
 from .plan import doubts_at_start
 from .runs import CHECKPOINT, Run, claimed, reopen_run
@@ -214,8 +213,6 @@ def train_runs(
                     f"stopped before the first checkpoint; nothing was saved of {job.name}"
                 )
         raise
-    except OSError as error:
-        raise _explained(error, jobs[0]) from error
     finished = [job for job in jobs if job.name not in errors]
     for job, document in zip(finished, documents, strict=True):
         prefix = f"{job.name}: " if len(jobs) > 1 else ""
@@ -251,7 +248,7 @@ def _train(
         if jobs[0].run.plan.as_one:
             total = jobs[0].run.plan.steps
     with listener.progress(title, total, "steps") as show:
-        trainings = _start_trainings(jobs, listener, alone, show, errors)
+        trainings = _start_trainings(jobs, alone, show, errors)
         loop = jobs[0].run.loop([*trainings.values()], alone)
         try:
             saes = loop.train()
@@ -277,7 +274,7 @@ def _train(
 
 
 def _start_trainings(
-    jobs: Sequence[Job], listener: Listener, alone: bool, show: Step, errors: dict[str, Exception]
+    jobs: Sequence[Job], alone: bool, show: Step, errors: dict[str, Exception]
 ) -> dict[str, Training]:
     """The trainings, by name; the error of one that is not `alone` goes into `errors`."""
     trainings: dict[str, Training] = {}
@@ -289,7 +286,7 @@ def _start_trainings(
 
     records: Sequence[Record] = [Record()] * len(jobs)
     if communicator().is_main:
-        records = jobs[0].run.records({job.folder: job.run for job in jobs}, listener)
+        records = jobs[0].run.records({job.folder: job.run for job in jobs})
     for job, record in zip(jobs, records, strict=True):
         try:
             trainings[job.name] = start_training(
@@ -310,12 +307,7 @@ def _start_trainings(
 
 
 def _explained(error: Exception, job: Job, training: Training | None = None) -> Exception:
-    """The error: of a full disk with words on how the run goes on, of training on what is kept of it."""
-    if is_disk_full(error):
-        return TrainingError(
-            f"the disk is full, writing {getattr(error, 'filename', None) or 'a file'}; nothing half-written "
-            f"was kept: free some space, and {job.remedy}"
-        )
+    """The error, of training with words on what is kept of the run."""
     if training is None or not isinstance(error, TrainingError):
         return error
     kept, steps = training.progress.step, training.plan.steps

@@ -3,7 +3,6 @@
 Several SAEs are trained from one reading of the rows, with the same results as alone.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -13,7 +12,7 @@ from ..base.errors import TrainingError
 from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstructions
 from .decoder_step import Pass
-from .rows import BLOCK_ROWS, raw_batches
+from .rows import raw_batches
 from .training import Measures, Training
 
 
@@ -43,12 +42,8 @@ class Loop:
             return
         if done == 0:
             self._decoder_steps(0)
-        first = max(0, done - math.ceil(BLOCK_ROWS / rows.batch_size))
-        with closing(rows.from_step(first, plan.batches, plan.epochs)) as batches:
-            for step, batch in enumerate(batches, first + 1):
-                if step <= done:  # before the training was resumed
-                    self._each(lambda training, batch: training.solver.remember(batch), batch)
-                    continue
+        with closing(rows.from_step(done, plan.batches, plan.epochs)) as batches:
+            for step, batch in enumerate(batches, done + 1):
                 self._each(
                     lambda training, batch: training.take(training.solver.step(batch)), batch
                 )

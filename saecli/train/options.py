@@ -6,7 +6,6 @@ Imports no torch, so that help pages are fast; methods that need it import it.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -48,7 +47,6 @@ TRAINED = 0.9
 CALIBRATION_ROWS = 4096  # of those kept out
 MEASURED_ROWS = 16_384  # of a text without a store, to measure on
 
-VECTORS = 2  # of the optimiser per trained weight, besides the weight and its gradient
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
 RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is held to the end
@@ -237,13 +235,12 @@ class TrainingConfig(Config):
 
 
 @dataclass(frozen=True)
-class SolverConfig(Config, ABC):
+class SolverConfig(Config):
     """A solver's options; `build` makes the solver."""
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
     made_by: ClassVar[str]  # `module:function` in this package, imported when the solver is built
-    memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
     smooths: ClassVar[bool] = True  # unless `--smoothing` says
     # Of the default learning rate: the most where steps are few, and its power of a latent's firings per batch.
@@ -259,10 +256,6 @@ class SolverConfig(Config, ABC):
         return getattr(import_module(f".{module}", __package__), name)(
             initial, task, self, communicator
         )
-
-    @abstractmethod
-    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The solver's peak memory per process in bytes, without the codes of a batch."""
 
 
 @dataclass(frozen=True)
@@ -326,19 +319,11 @@ class Sgd(Paper, Revival, SolverConfig):
         ),
     ] = False
 
-    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
-        matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
-        return 4 * matrices * d_in * d_sae
-
 
 @dataclass(frozen=True)
 class ClosedForm(SolverConfig):
     """Options of solvers with a decoder step; penalties are in the units of a sum of squared errors over all rows."""
 
-    memory_advice: ClassVar[str] = (
-        "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
-    )
     trained: ClassVar[int] = 1  # matrices that descent moves
 
     alpha: Annotated[
@@ -360,7 +345,8 @@ class ClosedForm(SolverConfig):
     ] = "auto"
 
     def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
+        """Peak bytes per process without the codes of a batch: of the decoder step, solved in the way that takes least,
+        and `other_bytes`."""
         from .ridge import plan
 
         ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
@@ -371,7 +357,7 @@ class ClosedForm(SolverConfig):
         """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
         from .decoder_step import sampled_bytes
 
-        matrices = 3 + self.trained * (1 + VECTORS)
+        matrices = 3 + self.trained * 3  # gradient and two vectors of Adam
         return sampled_bytes(rows, d_in, d_sae) + 4 * matrices * d_in * d_sae
 
 

@@ -23,6 +23,7 @@ from .options import (
     SMALLEST,
     TRAINED,
     WIDEST,
+    ClosedForm,
     Precision,
     SolverConfig,
     TrainingConfig,
@@ -259,31 +260,28 @@ def _precision(training: TrainingConfig, weights: int) -> Precision:
 
 
 def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> int:
-    """The bytes free for the solver of one of `trainings`; ConfigError for too little memory, a precision the device
-    lacks, or settings that several processes cannot share."""
+    """The bytes free for the solver of one of `trainings`; ConfigError for too little memory for decoder steps, a
+    precision the device lacks, or settings that several processes cannot share."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
     if communicator.world_size > 1:
         _demand_processes(plan, trainings, communicator.world_size)
 
-    row = 3 * 4 * d_sae  # codes, their gradients, a copy
-    batch = row * max(training.batch_size, BLOCK_ROWS)
-    width = max(rows.d_in, rows.d_target)
-    solving = solver.memory(rows.rows, width, d_sae, training.nested)
-    needed = batch + solving
+    # Codes, their gradients, a copy.
+    batch = 3 * 4 * d_sae * max(training.batch_size, BLOCK_ROWS)
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
     free = int(least_free.item()) // trainings
-    if needed > free:
-        each = "" if trainings == 1 else f" for each of {trainings} trainings"
-        sizes = (
-            f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
-            f"free{each}"
-        )
-        if training.batch_size > BLOCK_ROWS and row * BLOCK_ROWS + solving <= free:
-            raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
-        raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
+    if isinstance(solver, ClosedForm):
+        width = max(rows.d_in, rows.d_target)
+        needed = batch + solver.memory(rows.rows, width, d_sae, training.nested)
+        if needed > free:
+            raise ConfigError(
+                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
+                f"{free / 2**30:.1f} GiB are free for it; use a smaller --d-sae, or --solver sgd, which solves "
+                "for no decoder"
+            )
     return free - batch
 
 

@@ -25,8 +25,6 @@ from ..store.values import Spread
 ArrayLike = Tensor | numpy.typing.ArrayLike
 BLOCK_ROWS = 4096  # where the order does not matter; sums take each through a d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample for learning rate, initial scale and smoothing
-# Weights for raw rows are divided by the scale, and float32's maximum is 3.4e38.
-LEAST_SCALE = 1e-35
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ def fit_normalisation(
 
     `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
     `model` first multiplies each dimension by the root of how strongly the model reads it, `reads`, (D + E,).
-    `standardize` centres, and gives each dimension unit variance, as the paper does; one that varies by less than
-    `LEAST_SCALE` is only centred. ConfigError if all the rows vary by less than that.
+    `standardize` centres, and gives each dimension unit variance, as the paper does; one that does not vary is
+    only centred. ConfigError if all rows are the same.
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     d_in = len(mean) - d_target
@@ -93,17 +91,11 @@ def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
             f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
             "give another --data, or a larger --fraction"
         )
-    overall = variance.mean().sqrt()
-    if overall < LEAST_SCALE:
-        raise ConfigError(
-            f"the training rows are nearly the same: their spread must be at least {LEAST_SCALE:g}, "
-            f"got {overall.item():.2g}; multiply them, and import them again"
-        )
     if kind == "none":
         return torch.ones_like(variance)
     if kind in ("scale", "model"):
-        return overall.expand_as(variance)
-    return torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
+        return variance.mean().sqrt().expand_as(variance)
+    return torch.where(variance > 0, variance.sqrt(), 1.0)
 
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
@@ -250,14 +242,13 @@ class TrainingRows:
         D, mean = self.d_in, self.normalisation.mean
         count = min(self.rows, 32 * D)
         products = torch.zeros(D, D + self.stored.d_target, dtype=torch.float64, device=mean.device)
-        square = torch.zeros((), dtype=torch.float64, device=mean.device)
         for batch in self.some(count, 0):
             x, y = batch.x.double(), batch.y.double()
             products += x.T @ torch.cat([x, y], 1)
-            square += y.square().sum()
-        products = self.communicator.all_reduce(products)
-        square = self.communicator.all_reduce(square)
-        return regressed(count, products[:, :D], products[:, D:], square).to(mean.dtype)
+        xx, xy = self.communicator.all_reduce(products).tensor_split([D], 1)
+        # The ridge, small next to the rows' own products, keeps the solution from fitting few rows exactly.
+        ridge = xx.diagonal().mean() * D / count
+        return torch.linalg.solve(xx + ridge * torch.eye(D).to(xx), xy).to(mean.dtype)
 
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
@@ -292,29 +283,6 @@ class TrainingRows:
         mean = self.normalisation.mean
         for batch in batches_on(batches, mean.device):
             yield self.normalisation(batch.to(mean.dtype))
-
-
-def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
-    """Ridge regression of targets on rows, (D, E), its ridge by generalised cross-validation.
-
-        B = (x'x + r I)^-1 x'y        GCV(r) = ||x B - y||^2 / (N - trace (x'x + r I)^-1 x'x)^2
-
-    Given N, `x'x`, (D, D), `x'y`, (D, E), and `||y||^2`, in float64.
-
-    Source: Golub, Heath and Wahba, "Generalized Cross-Validation as a Method for Choosing a Good Ridge Parameter"
-    (1979).
-    """
-    values, Q = torch.linalg.eigh(xx)
-    values = values.clamp(min=0)
-    along = Q.T @ xy
-    ridges = 10.0 ** torch.arange(-12, 2).to(values) * values.mean()
-    inverse = 1 / (values + ridges[:, None])  # (k, D)
-    explained = (along.square().sum(1) * inverse * (2 - values * inverse)).sum(1)
-    error = (yy - explained).clamp(min=1e-13 * yy)  # less is rounding
-    # N - trace, which does not cancel where rows are few.
-    freedom = rows - len(values) + (ridges[:, None] * inverse).sum(1)
-    best = (error / freedom.square()).argmin()
-    return Q @ (along * inverse[best][:, None])
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,9 +69,9 @@ class Run:
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
         return Loop(trainings, alone)
 
-    def records(self, runs: "Mapping[Path, Run]", listener: Listener) -> "list[RunRecord]":
+    def records(self, runs: "Mapping[Path, Run]") -> "list[RunRecord]":
         """Of the runs of a group, by their folders."""
-        return [RunRecord(run, folder, listener) for folder, run in runs.items()]
+        return [RunRecord(run, folder) for folder, run in runs.items()]
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -153,8 +153,8 @@ class Run:
 class RunRecord(Record):
     """Writes the files of a run's folder as it is trained."""
 
-    def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
-        self.run, self.folder, self.listener = run, folder, listener
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder = run, folder
         self._metrics: TextIO | None = None
         self._wandb: WandbRun | None = None
         self._tracks = run.plan.training.log_to is not None
@@ -176,7 +176,7 @@ class RunRecord(Record):
             )
         self._metrics = path.open("a", encoding="utf-8")
         if self._tracks:
-            self._wandb = WandbRun(self)
+            self._wandb = WandbRun(self.run, self.folder)
 
     def line(self, line: dict[str, Any]) -> None:
         assert self._metrics is not None, "begun"
@@ -199,39 +199,26 @@ class RunRecord(Record):
 
 
 class WandbRun:
-    """A run in Weights & Biases; offline if the server cannot be reached at the start."""
+    """A run in Weights & Biases."""
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(self, run: Run, folder: Path) -> None:
         import wandb
 
-        run, folder = record.run, record.folder
         # Its start tells a run from others of the same name.
         identity = f"{folder.name}-{run.created[:19].translate(str.maketrans('T:', '--'))}"
-
-        def begin(identity: str, mode: str | None) -> Any:
-            return wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "saecli"),
-                name=folder.name,
-                id=identity,
-                resume="allow",
-                dir=str(folder),
-                config=run.stores.names() | run.plan.settings(),
-                reinit="create_new",
-                mode=mode,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-
         try:
             with redirect_stdout(sys.stderr):  # stdout holds the command's result alone
-                self._run = begin(identity, None)
-        except wandb.errors.CommError as error:
-            record.listener.note(
-                f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
-                f"{folder / 'wandb'}, from which `wandb sync` sends it"
-            )
-            # By another name, since its process still holds the first.
-            self._run = begin(f"{identity}-offline", "offline")
-        except wandb.errors.UsageError as error:
+                self._run = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "saecli"),
+                    name=folder.name,
+                    id=identity,
+                    resume="allow",
+                    dir=str(folder),
+                    config=run.stores.names() | run.plan.settings(),
+                    reinit="create_new",  # several runs may be trained at once
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
+        except wandb.errors.Error as error:
             raise ConfigError(
                 f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
                 "set WANDB_MODE=offline"
@@ -273,23 +260,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     if not path.exists():
         return []
+    text = path.read_bytes()
     try:
-        text = path.read_bytes()
-    except OSError as error:
+        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    except ValueError as error:
         raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
-    lines = []
-    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            measures = parse_json(line, dict[str, int | float | None])
-            if not isinstance(measures.get("step"), int):
-                raise ValueError
-            lines.append(measures)
-        except ValueError as error:
-            raise RunError(
-                f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
-                f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it"
-            ) from error
-    return lines
 
 
 @contextmanager

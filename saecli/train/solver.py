@@ -4,7 +4,6 @@ B rows, D = d_in, E = d_out, F = d_sae. All rows are normalised (see `rows.py`).
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,7 +19,7 @@ from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .adam import Adam
 from .decoder_step import Pass
 from .options import REVIVAL_ROWS, Paper, Revival, Sgd, SolverConfig, TrainingConfig
-from .rows import BLOCK_ROWS, Smoothing
+from .rows import Smoothing
 
 DECODER_STEPS = 20  # aimed at in all of training; SGD looks for dead latents as often
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
@@ -44,7 +43,8 @@ class Task:
     rows: int  # N
     steps: int  # of the optimiser in all of training
     lr: float  # the peak
-    # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
+    # Spread over all rows, (n, D) with targets (n, E), for smoothing, revival and an activation's estimates; may be
+    # empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
     # Rows kept out of training, on which thresholds are set, else on the sample.
     unseen: Batch | None = None
@@ -120,7 +120,6 @@ class Solver:
         )
         self.steps = 0
         self.revived = 0
-        self._recent: deque[Batch] = deque()
         self.hold_encoder()
 
     @property
@@ -129,7 +128,6 @@ class Solver:
 
     def step(self, batch: Batch) -> StepReport:
         """One step of descent on a batch; after the last the activation's estimates are calibrated."""
-        self.remember(batch)
         report, codes = self.descend(batch)
         self.take_codes(codes, batch.size)
         if self.finished:
@@ -145,12 +143,6 @@ class Solver:
 
     def update(self, step: Any) -> None:
         raise TypeError(f"{type(self).__name__} has no decoder step")
-
-    def remember(self, batch: Batch) -> None:
-        """Keep a batch among the last ones, of `BLOCK_ROWS`."""
-        self._recent.append(batch)
-        while sum(batch.size for batch in self._recent) - self._recent[0].size >= BLOCK_ROWS:
-            self._recent.popleft()
 
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
         """One step of the optimiser on a batch, and its codes, smoothed."""
@@ -206,8 +198,8 @@ class Solver:
 
     @torch.no_grad()
     def revive(self, fired: Tensor, rows: float) -> None:
-        """Re-aim latents that did not fire, a mask (F,), at recent rows that are reconstructed worst: each at a row of
-        its own, so if there are fewer rows than latents only the first."""
+        """Re-aim latents that did not fire, a mask (F,), at rows of the sample that are reconstructed worst: each at a
+        row of its own, so if there are fewer rows than latents only the first."""
         dead = ~fired
         count = int(dead.sum())
         if not self.revives or rows < REVIVAL_ROWS * len(dead) or not 0 < count < len(dead):
@@ -222,22 +214,14 @@ class Solver:
         self.revived += len(directions)
 
     def _directions(self, count: int) -> Tensor:
-        """`directions_of_worst` of the last batches, before the first of the sample; the same in all processes."""
-        batches = [*self._recent] or [self.task.sample]
-        rows = Batch.joined(batches)
-        residuals = [batch.y - self.dictionary(batch.x) for batch in batches if len(batch.x)]
-        x, residual = rows.x, torch.cat([rows.y[:0], *residuals])
-        communicator = self.communicator
-        if rows.index is not None:  # rank 0 has all rows, in the order of one process
-            order = communicator.gather(rows.index).argsort().to(x.device)
-            x, residual = communicator.gather(x)[order], communicator.gather(residual)[order]
-        directions = residual[:0]
+        """`directions_of_worst` of the sample; the same in all processes."""
+        sample, draws = self.task.sample, self.draws(self.steps, Draws.REVIVAL)
+        residuals = sample.y - self.dictionary(sample.x)
+        directions = residuals[:0]
         # If training has diverged, the check of the loss will say so.
-        if communicator.is_main and len(x) and residual.isfinite().all():
-            directions = directions_of_worst(
-                x, residual, count, self.draws(self.steps, Draws.REVIVAL)
-            )
-        return communicator.broadcast_rows(directions)
+        if self.communicator.is_main and residuals.isfinite().all():
+            directions = directions_of_worst(sample.x, residuals, count, draws)
+        return self.communicator.broadcast_rows(directions)
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -269,7 +253,7 @@ class Solver:
         return torch.Generator().manual_seed(seed % 2**63)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume, besides the last batches; called by all processes together."""
+        """All tensors needed to resume; called by all processes together."""
         weights = self.dictionary.state_dict().items()
         return {
             **{f"dictionary.{name}": tensor for name, tensor in weights},

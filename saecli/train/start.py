@@ -236,22 +236,10 @@ class Start:
         if self._is_like(activation):
             parameters |= sae.activation_parameters
         else:
-            pre = sae.pre_activations(x)
-            self._demand_reachable(activation, pre)
-            parameters = penalty.fitted(pre, parameters)
+            parameters = penalty.fitted(sae.pre_activations(x), parameters)
         return SAE(
             sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, activation, parameters, W_skip=sae.W_skip
         ).copy_to(sample.dtype)
-
-    def _demand_reachable(self, activation: Activation, pre: Tensor) -> None:
-        if not isinstance(activation, LearnsThresholds) or activation.target_l0 is None:
-            return
-        most = (pre > 0).sum().item() / len(pre)  # per row, with thresholds of 0
-        if most < activation.target_l0:
-            raise ConfigError(
-                f"--target-l0 must be at most {most:.1f}, the positive pre-activations per row of "
-                f"--init {self.name}, got {activation.target_l0:g}; lower it, or use another --act"
-            )
 
     def _is_like(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)

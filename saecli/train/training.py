@@ -3,7 +3,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -236,26 +236,12 @@ class Training:
             state[f"normalisation.{name}"] = tensor
         if self.comparison is not None:
             state |= self.comparison.state()
-        self._demand_same(state.values())
         self.record.save(sae, state, progress)
 
     @property
     def epochs(self) -> int:
         """Begun so far."""
         return math.ceil(self.progress.step / self.plan.batches)
-
-    def _demand_same(self, tensors: Iterable[Tensor]) -> None:
-        """TrainingError unless all processes, which repeat what changes the weights, have the same sums."""
-        communicator = self.rows.communicator
-        if communicator.world_size == 1:
-            return
-        sums = torch.stack([tensor.double().sum().cpu() for tensor in tensors]).nan_to_num()
-        least, most = (communicator.all_reduce(sums.clone(), op) for op in ("min", "max"))
-        if not torch.equal(least, most):
-            raise TrainingError(
-                f"the weights of {communicator.world_size} processes differ at step {self.solver.steps}: "
-                "expected the same in each; go on from the last checkpoint by --resume, on machines of one kind"
-            )
 
     def choose(self, measures: list[dict[str, Any]]) -> None:
         """Keep the SAE of less `loss`, given the measures before and after."""

@@ -22,7 +22,6 @@ import saecli
 from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.values import Spread
-from saecli.train import plan
 from saecli.train.rows import fit_normalisation
 from saecli.train.runs import read_metrics
 
@@ -167,18 +166,6 @@ def test_steps_take_the_place_of_epochs_and_the_rows_that_of_a_larger_batch(sae:
     sae("train --d-sae 24 --epochs 2 --batch-size 100000000 --name run --json").succeeds()
     settled = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["training"]
     assert 200 < settled["batch_size"] < 300
-
-
-def test_where_a_batch_is_what_needs_the_memory_it_is_named(sae: CommandLine, monkeypatch):
-    make_store(sae.home, "rows", some_rows(60_000))
-    said = []
-    for mebibytes in (1, *range(20, 400, 20)):
-        monkeypatch.setattr(plan, "free_memory", lambda *_, of=mebibytes: of << 20)
-        said.append(sae("train --d-sae 256 --epochs 1 --batch-size 60000 --solver sgd").err)
-        if "--batch-size" in said[-1]:
-            break
-    assert "--batch-size" not in said[0] and "of memory" in said[0]
-    assert "GiB of memory, " in said[-1] and said[-1].endswith("are free; lower it\n")
 
 
 def test_a_store_is_read_while_hdf5_locks_its_shards(sae: CommandLine):

@@ -149,10 +149,8 @@ def test_a_run_of_another_version_or_on_other_rows_is_left_alone(
 
 
 @pytest.mark.slow
-def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
+def test_a_line_of_metrics_cut_off_by_a_kill_is_left_out(sae: CommandLine):
     folder = unfinished(sae)
-    (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    assert "cannot read line 2" in sae("train", "--resume", "--name", "run").err
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
     assert [line["step"] for line in read_metrics(folder)] == [1, 3]
     assert sae("train", "--resume", "--name", "run").status == 0
@@ -169,7 +167,7 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kib", [4, 24])
-def test_a_full_disk_is_answered_by_what_goes_on(sae: CommandLine, kib: int):
+def test_after_a_full_disk_a_run_begins_anew_or_is_resumed(sae: CommandLine, kib: int):
     """A limit on file sizes stands for a full disk: the first checkpoint does not fit; or later, the metrics."""
     make_store(sae.home, "rows", some_rows(1000))
     words = "train --name full --solver sgd --d-sae 24 --epochs 160 --batch-size 500"
@@ -177,16 +175,9 @@ def test_a_full_disk_is_answered_by_what_goes_on(sae: CommandLine, kib: int):
     done = captured(["bash", "-c", f"ulimit -f {kib}; exec {command}"])
     assert done.returncode == 1
     assert "the disk is full, writing" in done.stderr
-    assert "nothing half-written was kept: free some space, and " in done.stderr
     folder = sae.home / "runs" / "full"
-    if kib == 4:
-        assert done.stderr.endswith("and run the same command again\n")
-        assert not folder.exists()
-        assert sae(words).status == 0
-    else:
-        assert "and `sae train --resume --name full` goes on from its last" in done.stderr
-        assert not list(folder.glob(".*.partial"))
-        assert sae("train", "--resume", "--name", "full").status == 0
+    assert folder.exists() == (kib > 4) and not list(folder.glob(".*.partial"))
+    assert sae(words if kib == 4 else "train --resume --name full").status == 0
     assert json.loads((folder / "run.json").read_text())["complete"]
 
 
@@ -210,22 +201,6 @@ def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: Comman
     assert again["final"] == whole["final"]
     assert (folder / "loss.png").exists()
     assert json.loads((folder / "run.json").read_text())["complete"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["scale", "standardize"])
-def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, normalize: str):
-    rows = some_rows(1000) - np.float32(1.5)
-    for name, factor in (("subnormal", 1e-40), ("small", 1e-34), ("plain", 1)):
-        make_store(sae.home, name, (rows * np.float64(factor)).astype(np.float32))
-    words = ["train", *QUICK, "--normalize", normalize, "--data"]
-    sae(*words, "subnormal").fails(
-        2, "their spread must be at least 1e-35, got 1e-40; multiply them"
-    )
-    small, plain = (
-        sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain")
-    )
-    assert small == pytest.approx(plain, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -317,7 +292,6 @@ WRONG = [
     ("--data narrow --init old", "--init old cannot be trained on these rows: expected rows of 8"),
     ("--data rows --init old --k 30", "--k must be at most --d-sae, 20"),
     ("--data rows --init old --act relu --k 3", "--k does nothing with --act relu"),
-    ("--data rows --init old --act jumprelu --target-l0 19", "--target-l0 must be at most"),
     ("--data rows --skip", "--skip does nothing without --target"),
     ("--data rows --target many", "rows and many are not row for row the same tokens"),
     ("--data rows --data rows", "--data names rows twice"),
