@@ -12,7 +12,6 @@ import pytest
 
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.split import window_starts
 from saecli.store.values import Windows
 from saecli.store.writer import StoreWriter
 
@@ -36,6 +35,11 @@ def make_meta(
         "sources": dict.fromkeys(sources, 0),
     }
     return StoreMeta(request_hash="request", dtype=dtype, d_in=d_in, **defaults | fields)
+
+
+def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The indices of the rows that begin a window, a run of one document's rows with ascending positions; not row 0."""
+    return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))
 
 
 def make_store(

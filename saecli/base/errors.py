@@ -137,11 +137,6 @@ def numbers_in_words(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, ordered))
 
 
-def layers_in_words(layers: Iterable[int]) -> str:
-    numbers = list(layers)
-    return f"layer{'' if len(numbers) == 1 else 's'} {numbers_in_words(numbers)}"
-
-
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
     power = sum(count >= 1000**power for power in range(1, len(UNITS)))

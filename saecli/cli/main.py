@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..base.errors import ConfigError, SaeError, one_line, printable
-from ..base.machine import is_out_of_memory, rank, world
+from ..base.machine import is_disk_full, is_out_of_memory, rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -130,6 +130,9 @@ def sentence_for(error: BaseException) -> str | None:
             f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, "
             "--d-sae"
         )
+    if isinstance(error, OSError) and is_disk_full(error):
+        where = f", writing {error.filename}" if error.filename else ""
+        return f"the disk is full{where}; free some space and run the same command again"
     if isinstance(error, OSError) and error.filename:
         return f"cannot use {error.filename}: {error.strerror}"
     return None

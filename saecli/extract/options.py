@@ -60,26 +60,6 @@ def at_revision(model: str, revision: str | None) -> str:
     return f"{model}@{revision}" if revision else model
 
 
-def at_revisions(
-    models: str | Sequence[str] | None, revisions: str | Sequence[str] | None
-) -> str | list[str] | None:
-    """Models, each with its revision, or all with the same one."""
-    if not revisions:
-        return models if models is None or isinstance(models, str) else list(models)
-    if not models:
-        raise ConfigError("--model-revision does nothing without --model; leave it out")
-    names = [models] if isinstance(models, str) else models
-    each = [revisions] if isinstance(revisions, str) else revisions
-    if len(each) not in (1, len(names)):
-        raise ConfigError(
-            f"--model-revision must be given once, or once for each --model, got {len(each)} for "
-            f"{counted(len(names), 'model')}; correct it"
-        )
-    each = list(each) * (len(names) // len(each))
-    specs = [at_revision(name, revision) for name, revision in zip(names, each, strict=True)]
-    return specs[0] if isinstance(models, str) else specs
-
-
 class HookPoint(NamedTuple):
     """A side of a module: `layer`, from 0, is that of its block, and `site` one of `SITES`, or its name in the block,
     then `:in` or `:out`; without a layer its name in the model. `model` is the number of its model among several.

@@ -89,7 +89,6 @@ def store_requests(
         "chat_template": template and hash_request({"": template}),
     }
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
-    common["min_tokens"] = 1  # as when it was an option, so that finished stores are recognised
     if text.chat:
         common |= chat
     if config.max_norm_multiple is not None:  # else hash as before this option existed

@@ -176,11 +176,6 @@ def _or_among(chosen: np.ndarray, ids: np.ndarray, others: tuple[int, ...]) -> n
     return chosen | np.isin(ids, others) if others else chosen
 
 
-def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The indices of the rows that begin a window, a run of one document's rows with ascending positions; not row 0."""
-    return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))
-
-
 @dataclass(frozen=True)
 class Source:
     """The rows of a store that a split chooses, as batches of float32 or of the storage dtype."""

@@ -24,7 +24,8 @@ from saecli.measure.latents import (
 )
 from saecli.measure.stability import neighbours
 from saecli.sae.codes import SparseCodes, where
-from saecli.store.split import is_test, window_starts
+from saecli.store.split import is_test
+from tests.storing import window_starts
 
 F, COUNT = 9, 4
 COLUMNS = ("document", "position", "token_id")
