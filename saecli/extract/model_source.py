@@ -4,7 +4,9 @@ transformers' own reader makes a GGUF file's packed weights dense.
 """
 
 import fnmatch
+import io
 from collections.abc import Collection, Iterable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -327,6 +329,7 @@ def from_pretrained(kind: Any, location: str, **settings: Any) -> Any:
         return kind.from_pretrained(location, **settings)
     if issubclass(kind, transformers.PreTrainedModel):
         settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with TemporaryDirectory() as folder:
+    # The reader draws progress bars that no setting of transformers hides.
+    with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         Path(folder, path.name).symlink_to(path.resolve())
         return kind.from_pretrained(folder, gguf_file=path.name, **settings)
