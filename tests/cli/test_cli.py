@@ -133,7 +133,7 @@ def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatc
         (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
         (RuntimeError("Expected memory format contiguous"), None),
         (KeyError("x"), None),
-        (OSError(28, "No space left on device", "/x/y"), "cannot use /x/y: No space left"),
+        (OSError(28, "No space left on device", "/x/y"), "the disk is full, writing /x/y"),
         (ImportError("no module named x"), None),
     ],
 )

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from storing import make_store, memory_folder
+from storing import make_store, memory_folder, window_starts
 
 from saecli.measure import latents as surveyed
 from saecli.measure.latents import (
@@ -25,7 +25,6 @@ from saecli.measure.latents import (
 from saecli.measure.stability import neighbours
 from saecli.sae.codes import SparseCodes, where
 from saecli.store.split import is_test
-from tests.storing import window_starts
 
 F, COUNT = 9, 4
 COLUMNS = ("document", "position", "token_id")
