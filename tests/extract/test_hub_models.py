@@ -145,7 +145,7 @@ def test_a_silent_hub_is_asked_once_and_not_for_long(hub: ModelHub, silent, monk
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", silent)
     monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.3)
     for _ in range(2):
-        with pytest.raises(ModelError, match=r"cannot be reached \(no answer from 127.0.0.1"):
+        with pytest.raises(ModelError, match=r"reached \(no (answer|connection).* 127.0.0.1"):
             find_model(MODEL)
     assert list(machine._answers) == [silent]
 
