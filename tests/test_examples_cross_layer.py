@@ -282,7 +282,7 @@ def test_what_makes_no_cross_layer_transcoder_is_one_sentence(
     refusals = {
         "t-m-l1-mlp_in topk-1": "t-m-l1-mlp_in and topk-1 are both of layer 1: expected one run",
         "t-* --growth inf --out new": "expected a finite last --growth, got inf and new",
-        "t-m-l1-mlp_in --out new": "got none for layers 0, 2, 3",
+        "t-m-l1-mlp_in --out new": "each layer from 0 on, once each: got layers [1]",
         "topk-* --out new": "topk-0 has topk; train with --act batchtopk",
         "skip-*": "skip-0 has a skip: expected transcoders that predict from codes alone",
         "t-m-l0* other-1": "expected the same model, got tiny-gemma2 and gpt2",
