@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def _longest_word(column: Sequence[Text]) -> int:
 # Most wanted first: on a narrow terminal the last ones stand in a table below.
 STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created")
 RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "created", "data", "bytes")
-HEADS = {"bytes": "size", "created": "begun"}
+HEADS = {"bytes": "size", "created": "begun, UTC"}
 
 
 def stored_tables(document: Document) -> list[RenderableType]:
@@ -188,7 +187,7 @@ def _listed(entry: Document, column: str) -> Any:
     if column == "bytes":
         return size_words(value)
     if column == "created" and value:
-        return f"{datetime.fromisoformat(value).astimezone():%Y-%m-%d %H:%M}"
+        return value[:16].replace("T", " ")
     return value
 
 

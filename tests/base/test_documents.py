@@ -135,7 +135,7 @@ def test_a_run_json_with_any_entry_changed_is_read_or_refused(
     make_store(sae.home, "rows", some_rows(40))
     path = make_run(sae.home, "run", random_sae()) / "run.json"
     words = [command] if command == "list" else [command, "run"]
-    words += ["--out", tmp_path / "pages", "--latents", "0"] if command == "report" else []
+    words += ["--out", tmp_path / "pages", "--latents", "1"] if command == "report" else []
 
     def use():
         shutil.rmtree(tmp_path / "pages", ignore_errors=True)

@@ -160,7 +160,6 @@ def first_blocks(folder: Path, last: int, dtype: str = "auto") -> LanguageModel:
 def test_activations_without_later_blocks_equal_the_whole_models(folder: Path):
     whole, cut = loaded(folder), first_blocks(folder, 0)
     assert (len(cut.blocks), len(whole.blocks)) == (1, 2)
-    assert cut.size == whole.size == AutoModel.from_pretrained(folder).num_parameters()
     sites = SITES if hasattr(whole.blocks[0], "mlp") else ("resid_pre", "resid_post")
     if not MIDDLE.get(folder.name, "a norm"):
         sites = {*sites} - {"resid_mid"}

@@ -5,6 +5,7 @@ Libraries that subtract the decoder bias from a row before encoding are read and
 """
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -287,6 +288,9 @@ def write_tensors(
         try:
             save(ready, temporary, **({} if metadata is None else {"metadata": metadata}))
         except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
+            if match := re.search(r"\(os error (\d+)\)", str(error)):
+                number = int(match[1])
+                raise OSError(number, os.strerror(number), str(path)) from error
             raise OSError(f"cannot write {path}: {one_line(error)}") from error
 
 
