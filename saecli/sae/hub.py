@@ -206,11 +206,10 @@ def upload(folder: Path, address: Address, private: bool) -> str:
 
     written_format = format_of(path.name for path in (folder / address.folder).iterdir())
     others = [
-        f"{glob.escape(address.folder)}/{name}"
+        f"{glob.escape(address.folder)}/{pattern}"
         for form in FORMATS.values()
         if written_format is None or form.files[-1] not in FORMATS[written_format].files
         for pattern in form.files
-        for name in pattern.split("|")
     ]
     api = HfApi()
     with hub_errors(address):
