@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.errors import StoreError, demand_at_least
 from .schema import StoreMeta, read_meta
-from .shard import Chunks, stored_statistics
+from .shard import Chunks
 from .split import (
     TEST_FRACTION,
     WHOLE,
@@ -186,7 +186,7 @@ class Rows(StoredRows):
         """
         store, split = self.store, self.split
         if split.which == "train" and split.fraction == 1:
-            whole = stored_statistics(store.path, store.meta).spread
+            whole = store.spread()
             if self.rows == store.rows:
                 return whole
             rest = whole - Rows.chosen(store, replace(split, which="test")).measured()
