@@ -181,11 +181,6 @@ RELEASES = {
             {"id": "blocks.8.hook_mlp_out", "path": Path(SCALED).name, "norm_scaling_factor": 0.4}
         ],
     },
-    "clt": {
-        "conversion_func": "mntss_clt_layer_transcoder",
-        "repo_id": "a/b",
-        "saes": [{"id": "layer_0", "path": 0}],
-    },
     "wg": {
         "repo_id": "a/b",
         "config_overrides": {"normalize_activations": "constant_norm_rescale"},
@@ -222,7 +217,6 @@ def test_an_sae_is_named_by_its_release_and_id(
         (["tm/mlp-out"], "which say it; install sae-lens"),
         (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),
         (["scope-canonical"], "has 1 SAEs, and is named as scope-canonical/ID"),
-        (["clt/layer_0"], "cannot be expressed here"),
         (["wg/layer_8"], "(constant_norm_rescale)"),
     ):
         done = sae("eval", *words, "--data", "rows").fails(1, said)
@@ -265,7 +259,7 @@ def test_every_release_of_saelens_is_resolved_or_refused(
                 assert Address.parse(f"hf://{address}") == address
             except FormatError as error:
                 reasons[str(error).partition("here: ")[2]] += 1
-    assert sorted(reasons.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal
+    assert [*reasons.values()] == [2]  # per-row norms
 
 
 def run_in(home: Home, name: str, created: str = "2026-01-01", complete: bool = True) -> Path:
