@@ -247,11 +247,7 @@ class Rows(StoredRows):
                     yield token_ids.astype(np.int64), mask
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":
-        """The true codes of these rows, (B, G), in stored order; StoreError if there are none."""
-        if self.store.meta.world is None:
-            raise StoreError(
-                f"{self.store.path} has no true codes; expected a store of rows made of known features"
-            )
+        """The true codes of these rows, (B, G), in stored order, of a store of known features."""
         return (self.store.row_values(CODES, rows) for rows in self.numbers(batch_size))
 
 
