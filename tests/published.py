@@ -353,13 +353,10 @@ def llama_scope(
     return Published(folder, fired / lengths * c_in, predicted)
 
 
-def qwen_scope(folder: Path, layer: int = 5, **further: Any) -> Published:
-    """An SAE of one layer, few of whose pre-activations are positive; k, which is K, is in the folder's name at best.
-    `further` goes into the config.json beside it, which is else left out."""
+def qwen_scope(folder: Path, layer: int = 5) -> Published:
+    """An SAE of one layer, few of whose pre-activations are positive; K is at best in the folder's name."""
     path = folder / f"layer{layer}.sae.pt"
     arrays = normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,))
     w = write(path, arrays | {"b_enc": arrays["b_enc"] - 6})
-    if further:
-        write_json(folder / "config.json", {"hook_point": "resid_post"} | further)
     codes = top_k(ROWS @ w["W_enc"].T + w["b_enc"])
     return Published(path, codes, codes @ w["W_dec"].T + w["b_dec"])

@@ -29,15 +29,14 @@ KEPT = {  # fields of an origin that a format keeps; all by default
 }
 GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
-QWEN_BASE = "Qwen/Qwen3-1.7B-Base"
 
 
 def to_mlp(layer: int) -> dict[str, Any]:
     return {"layer": layer, "site": "mlp_in", "target_layer": layer, "target_site": "mlp_out"}
 
 
-def qwen(folder: Path, name: str, **config: Any) -> Published:
-    return published.qwen_scope(folder / name, **config)
+def qwen(folder: Path, name: str) -> Published:
+    return published.qwen_scope(folder / name)
 
 
 def at(write: Callable[..., Published], *args: Any, **settings: Any) -> Callable[[Path], Published]:
@@ -101,11 +100,6 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
     *(
         ("qwen-scope", at(qwen, name=name), {"layer": 5, "site": "resid_post"})
         for name in ("run-k4", "L0_4")
-    ),
-    (
-        "qwen-scope",
-        at(qwen, name="run-k7", k=K, base_model=QWEN_BASE),
-        {"model": QWEN_BASE, "layer": 5, "site": "resid_post"},
     ),
     *(
         ("circuit-tracer", at(TRACER, kind, skip), {"model": "google/gemma-2-2b"} | to_mlp(5))

@@ -42,7 +42,7 @@ WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for nam
     "gemma-scope": published.gemma_scope,
     "gemma-scope-2": published.gemma_scope_2,
     "llama-scope": published.llama_scope,
-    "qwen-scope": partial(published.qwen_scope, k=4),
+    "qwen-scope": published.qwen_scope,
     "goodfire": lambda folder: published.goodfire(folder / "Llama-SAE-l9.pt"),
 }
 
@@ -52,7 +52,7 @@ WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for nam
 def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(
     tmp_path: Path, name: str
 ) -> None:
-    folder = tmp_path / "sae"
+    folder = tmp_path / "sae-k4"  # where Qwen-Scope has k
     WRITE[name](folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content, chance, refused = path.read_bytes(), random.Random(path.name), 0

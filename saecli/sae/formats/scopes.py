@@ -110,12 +110,11 @@ def _origin(hook: Any, of: str = "") -> dict[str, Any]:
 
 LLAMA_CONFIG, LLAMA_WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
-QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer[0-9]*.sae.pt"
+QWEN_WEIGHTS = "layer[0-9]*.sae.pt"
 QWEN_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec.T", "b_dec": "b_dec"}
 GOODFIRE_WEIGHTS = "*-SAE-l[0-9]*.pt*"  # .pth, or .pt
 GOODFIRE_NAMES = {name.replace(".", "_linear."): own for name, own in LLAMA_NAMES.items()}
 
-_GOODFIRE = re.compile(r"(.+)-SAE-l(\d{1,9})\.pth?")
 _K = re.compile(r"(?:.*[-_.])?(?:L0_|[kK]_?)(\d{1,9})")
 _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 
@@ -140,8 +139,8 @@ def load_llama_scope(folder: Path) -> SavedSAE:
     config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
     path = folder / LLAMA_WEIGHTS
     tensors = common.read_renamed(path, LLAMA_NAMES)
-    threshold = torch.full_like(tensors["b_enc"], config.jump_relu_threshold, dtype=torch.float32)
-    tensors["threshold"] = threshold
+    single = torch.full_like(tensors["b_enc"], config.jump_relu_threshold, dtype=torch.float32)
+    tensors["threshold"] = single
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     norms = config.dataset_average_activation_norm
@@ -161,34 +160,25 @@ def load_llama_scope(folder: Path) -> SavedSAE:
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
-    """Read one layer's SAE; k may be in the name of any folder above, as in the hub client's cache."""
-    path = file.parent / QWEN_CONFIG
-    config = common.read_config(path, dict[str, Any]) if path.is_file() else {}
+    """Read one layer's SAE; k is in the name of a folder above, as on the hub and in its client's cache."""
     names = [folder.name for folder in file.absolute().parents]
     ks = [int(match[1]) for match in map(_K.fullmatch, names) if match]
-    if "k" in config:
-        activation = common.configured(path, TopK, k=config["k"])
-    elif ks:
-        activation = common.configured(file, TopK, k=ks[0])
-    else:
+    if not ks:
         raise FormatError(
             f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
             f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder"
         )
-    sae = common.assemble(
-        file, common.renamed(file, common.read_torch(file), QWEN_NAMES), activation
-    )
-    models = [f"Qwen/{match[1]}" for match in map(_MODEL.fullmatch, names) if match]
-    model = config.get("base_model", models[0] if models else None)
+    activation = common.configured(file, TopK, k=ks[0])
+    tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
+    models = (f"Qwen/{match[1]}" for match in map(_MODEL.fullmatch, names) if match)
     layer = int(re.findall(r"\d+", file.name)[0])
-    origin = {"model": model, "layer": layer, "site": "resid_post"}
-    return SavedSAE(sae, common.origin_from(origin))
+    origin = {"model": next(models, None), "layer": layer, "site": "resid_post"}
+    return SavedSAE(common.assemble(file, tensors, activation), common.origin_from(origin))
 
 
 def load_goodfire(file: Path) -> SavedSAE:
-    match = _GOODFIRE.fullmatch(file.name)
-    if match is None:
-        raise FormatError(f"{file}: expected MODEL-SAE-lL.pth or .pt, L the number of its layer")
     tensors = common.renamed(file, common.read_torch(file), GOODFIRE_NAMES)
-    origin = {"model": f"meta-llama/{match[1]}", "layer": int(match[2]), "site": "resid_post"}
+    model, _, end = file.name.rpartition("-SAE-l")
+    layer = int(re.findall(r"\d+", end)[0])
+    origin = {"model": f"meta-llama/{model}", "layer": layer, "site": "resid_post"}
     return SavedSAE(common.assemble(file, tensors, Relu()), origin)
