@@ -1,7 +1,7 @@
 """Folders of SAEs as libraries save and publish them, of random weights, and their formulas in float64.
 
 Gemma Scope 2, Llama Scope and Qwen-Scope are written from the descriptions of these releases, as their own files are
-large and on the hub. Shapes: D rows' width, E targets', F latents, n layers of a crosscoder.
+large and on the hub. Shapes: D rows' width, E targets', F latents.
 """
 
 import json
@@ -16,14 +16,13 @@ from safetensors.torch import save_file
 
 from saecli.sae.dictionary import SAE
 
-D, E, F, K, PLACES = 8, 6, 20, 4, 3
+D, E, F, K = 8, 6, 20, 4
 ROWS = np.random.default_rng(9).normal(size=(200, D)) + 1.5
-WIDE_ROWS = np.random.default_rng(8).normal(size=(200, PLACES * D)) + 1.5
 
 
 @dataclass(frozen=True)
 class Published:
-    """A folder or file, and what its formula says of `ROWS`, or of `WIDE_ROWS` for a crosscoder."""
+    """A folder or file, and what its formula says of `ROWS`."""
 
     path: Path
     codes: np.ndarray
@@ -33,7 +32,7 @@ class Published:
 def assert_reads(sae: SAE, expected: Published) -> None:
     """An SAE read has the codes and predictions of its formula, some but not all of which are zero."""
     assert 0.02 < (expected.codes != 0).mean() < 0.9
-    x = torch.from_numpy(WIDE_ROWS if sae.widths else ROWS).float()
+    x = torch.from_numpy(ROWS).float()
     np.testing.assert_allclose(sae.encode(x), expected.codes, rtol=1e-4, atol=5e-5)
     error = np.abs(sae(x).numpy() - expected.predicted).max()
     assert error < 1e-5 * np.abs(expected.predicted).max()
@@ -235,16 +234,9 @@ def gemma_scope(folder: Path, factor: float = 1) -> Published:
     return formula(folder, w, lambda pre: jumprelu(pre, threshold), factor=factor)
 
 
-def one_file(path: Path) -> Published:
-    """A ReLU SAE in a file of its own, as Goodfire, qresearch, or Kissane et al. name it, whose encoder subtracts."""
+def goodfire(path: Path) -> Published:
     w = weights()
-    if "Hcat_z" in path.name:
-        write(path, w)
-        settings = {"act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"}
-        write_json(path.with_name(f"{path.stem}_cfg.json"), settings)
-        return formula(path, w, relu, True)
-    part = "_linear" if path.suffix == ".pth" else ""
-    write(path, linear(w, part) | {f"decoder{part}.bias": w["b_dec"]})
+    write(path, linear(w, "_linear") | {"decoder_linear.bias": w["b_dec"]})
     return formula(path, w, relu)
 
 
@@ -288,21 +280,6 @@ def circuit_tracer(
     return formula(folder, w, act)
 
 
-def gemma_scope_2_config(
-    model: str, kind: str, width: int, layers: str, before: str = "", after: str = ""
-) -> dict[str, Any]:
-    return {
-        "architecture": "jump_relu",
-        "model_name": f"google/gemma-3-{model}-pt",
-        "width": width,
-        "l0": 60,
-        "type": kind,
-        "affine_connection": False,
-        "hf_hook_point_in": f"model.layers.{layers}.{before}output",
-        "hf_hook_point_out": f"model.layers.{layers}.{after}output",
-    }
-
-
 def gemma_scope_2(
     folder: Path, kind: str = "sae", affine: bool = False, width: int = D, **config: Any
 ) -> Published:
@@ -314,41 +291,30 @@ def gemma_scope_2(
     before, after = "", ""
     if kind != "sae":
         before, after = "pre_feedforward_layernorm.", "post_feedforward_layernorm."
-    document = gemma_scope_2_config("4b", kind, F, "17", before, after)
-    write_json(folder / "config.json", document | {"affine_connection": affine} | config)
+    document = {
+        "architecture": "jump_relu",
+        "model_name": "google/gemma-3-4b-pt",
+        "width": F,
+        "l0": 60,
+        "type": kind,
+        "affine_connection": affine,
+        "hf_hook_point_in": f"model.layers.17.{before}output",
+        "hf_hook_point_out": f"model.layers.17.{after}output",
+    }
+    write_json(folder / "config.json", document | config)
     codes = jumprelu(ROWS @ w["w_enc"] + w["b_enc"], w["threshold"])
     skip = ROWS @ w["affine_skip_connection"] if affine else 0
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
 
 
-def gemma_scope_2_crosscoder(folder: Path, **config: Any) -> Published:
-    """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M."""
-    codes, predicted = [], np.zeros((len(WIDE_ROWS), PLACES, D))
-    shapes = {"w_enc": (D, F), "b_enc": (F,), "w_dec": (F, PLACES, D), "b_dec": (D,)}
-    for place in range(PLACES):
-        arrays = normals(place, **shapes, threshold=(F,))
-        arrays["w_dec"][:, :place] = 0  # earlier layers are not written to
-        w = write(folder / f"params_layer_{place}.safetensors", arrays)
-        x = WIDE_ROWS[:, place * D : (place + 1) * D]
-        codes.append(jumprelu(x @ w["w_enc"] + w["b_enc"], w["threshold"]))
-        predicted += np.einsum("bf,fpd->bpd", codes[-1], w["w_dec"])
-        predicted[:, place] += w["b_dec"]
-    document = gemma_scope_2_config("270m", "crosscoder", PLACES * F, "{5,9,12}")
-    write_json(folder / "config.json", document | config)
-    return Published(folder, np.concatenate(codes, 1), predicted.reshape(len(WIDE_ROWS), -1))
-
-
 def llama_scope(
     folder: Path,
-    moved: bool = False,
     transcodes: bool = False,
     unit_norms: bool = False,
     dtype: torch.dtype = torch.float32,
-    r1: bool = False,
     **hyperparams: Any,
 ) -> Published:
-    """An SAE of layer 15, or a transcoder of its MLP; `moved`: weights beside the hyperparameters; `r1`: as the R1
-    distillations, with norms and logarithmic thresholds of normalised rows among the tensors."""
+    """An SAE of layer 15, or a transcoder of its MLP."""
     shapes = {"encoder.weight": (F, D), "encoder.bias": (F,)}
     shapes |= {"decoder.weight": (D, F), "decoder.bias": (D,)}
     arrays = normals(0, **shapes)
@@ -358,14 +324,7 @@ def llama_scope(
     if transcodes:
         hooks = ["blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out"]
         norms["out"] = 3.25
-    threshold = np.linspace(0.1, 0.8, F)
-    name = "final.safetensors" if moved else "checkpoints/final.safetensors"
-    if r1:
-        name = "sae_weights.safetensors"
-        arrays["log_jumprelu_threshold"] = np.log(threshold)
-        for hook, norm in zip(hooks, norms.values(), strict=True):
-            arrays[f"dataset_average_activation_norm.{hook}"] = np.array(norm)
-    w = write(folder / name, arrays, dtype)
+    w = write(folder / "checkpoints/final.safetensors", arrays, dtype)
     document = {
         "dtype": "torch.bfloat16",
         "hook_point_in": hooks[0],
@@ -383,24 +342,21 @@ def llama_scope(
         "use_glu_encoder": False,
         "top_k": 50,
     }
-    write_json(folder / ("config.json" if r1 else "hyperparams.json"), document | hyperparams)
+    write_json(folder / "hyperparams.json", document | hyperparams)
     # OpenMOSS' steps: scales into the weights, decoder rows to unit norm, then the threshold on raw units.
     c_in, c_out = (np.sqrt(D) / norms[end] for end in ("in", "out"))
     pre = ROWS @ w["encoder.weight"].T + w["encoder.bias"] / c_in
     decoder = w["decoder.weight"] * c_in / c_out
     lengths = np.linalg.norm(decoder, axis=0)
-    fired = jumprelu(pre * lengths, threshold / c_out if r1 else 0.75)
+    fired = jumprelu(pre * lengths, 0.75)
     predicted = fired @ (decoder / lengths).T + w["decoder.bias"] / c_out
     return Published(folder, fired / lengths * c_in, predicted)
 
 
-def qwen_scope(folder: Path, layer: int = 5, **further: Any) -> Published:
-    """An SAE of one layer, few of whose pre-activations are positive; k, which is K, is in the folder's name at best.
-    `further` goes into the config.json beside it, which is else left out."""
+def qwen_scope(folder: Path, layer: int = 5) -> Published:
+    """An SAE of one layer, few of whose pre-activations are positive; K is at best in the folder's name."""
     path = folder / f"layer{layer}.sae.pt"
     arrays = normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,))
     w = write(path, arrays | {"b_enc": arrays["b_enc"] - 6})
-    if further:
-        write_json(folder / "config.json", {"hook_point": "resid_post"} | further)
     codes = top_k(ROWS @ w["W_enc"].T + w["b_enc"])
     return Published(path, codes, codes @ w["W_dec"].T + w["b_dec"])

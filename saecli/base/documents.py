@@ -15,14 +15,6 @@ from .errors import RunError
 
 Document = TypeVar("Document")
 RUN_VERSION = 1  # of run.json
-# Words for pydantic's errors: by type for values beyond a bound, and by what their type begins with.
-BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("above", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("below", "lt"),
-}
-WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
 
 
 def read_json(path: Path, kind: type[Document]) -> Document:
@@ -146,27 +138,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def expectation(problem: Any) -> str:
-    """What pydantic expected in place of a value, in words: "a whole number", "at least 1"."""
-    kind, context = problem["type"], problem.get("ctx", {})
-    if kind in BOUNDS:
-        words, bound = BOUNDS[kind]
-        limit = context[bound]
-        return f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}"
-    if kind == "literal_error":
-        return str(context["expected"]).replace("'", "")
-    if kind == "value_error":
-        return str(context["error"])
-    plain = WORDS.get(kind.partition("_")[0])
-    return plain or problem["msg"].removeprefix("Input should be ").partition(",")[0]
+    """What pydantic expected in place of a value: "a valid integer", "greater than or equal to 1"."""
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return message.partition(", unable to")[0]
 
 
 def _sentence(problem: Any) -> str:
     field = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "missing":
-        return f"expected a field {field}, got none"
-    if problem["type"] == "json_invalid":
-        return problem["msg"]
     at = f"{field}: " if field else ""
-    if problem["type"] == "value_error":
-        return f"{at}{problem['ctx']['error']}"
+    if problem["type"] in ("missing", "json_invalid"):  # which have no value
+        return f"{at}{problem['msg']}"
     return f"{at}expected {expectation(problem)}, got {problem['input']!r:.60}"

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, g
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-from .documents import BOUNDS, expectation
+from .documents import expectation
 from .errors import ConfigError, did_you_mean, flag_of, unknown_choice
 
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch and HDF5 index with it
@@ -92,12 +92,11 @@ class Option(Shown):
             return validate(value)
         except ValidationError as error:
             problems = error.errors(include_url=False)
-            out_of_bounds = [problem for problem in problems if problem["type"] in BOUNDS]
-            expected = " or ".join(dict.fromkeys(map(expectation, out_of_bounds or problems)))
+            expected = " or ".join(dict.fromkeys(map(expectation, problems)))
             got = problems[0]["input"]
             question = did_you_mean(got, self.choices) if isinstance(got, str) else ""
             raise ConfigError(
-                f"{flag_of(self.name)} must be {expected}, got {got if out_of_bounds else repr(got)}"
+                f"{flag_of(self.name)} must be {expected}, got {got!r}"
                 + (f"; {question}" if question else "")
             ) from None
 

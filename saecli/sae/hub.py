@@ -25,10 +25,6 @@ _PATH = re.compile(
 )
 _WEB = re.compile(r"https?://[^/]+/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(?:/(.*?))?)?/?")
 SHOWN = 8  # folders that a message lists
-INEXPRESSIBLE = {  # by the function there that converts it
-    "temporal": "codes depend on earlier tokens, by attention",
-    "mntss_clt_layer_transcoder": "the layers of a cross-layer transcoder predict only together",
-}
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,10 @@ def registered(text: str) -> Registered | None:
         return None
     overrides = release.get("config_overrides") or {}
     scaling = overrides.get("normalize_activations", "none")
-    reason = INEXPRESSIBLE.get(release.get("conversion_func") or "")
     if scaling != "none":
-        reason = f"each row is scaled by its own norm ({scaling})"
-    if reason:
-        raise FormatError(f"{text} cannot be expressed here: {reason}; use SAELens")
+        raise FormatError(
+            f"{text} cannot be expressed here: each row is scaled by its own norm ({scaling}); use SAELens"
+        )
     return Registered(
         Address(release["repo_id"], str(entries[0]["path"])),
         entries[0].get("norm_scaling_factor"),
@@ -206,11 +201,10 @@ def upload(folder: Path, address: Address, private: bool) -> str:
 
     written_format = format_of(path.name for path in (folder / address.folder).iterdir())
     others = [
-        f"{glob.escape(address.folder)}/{name}"
+        f"{glob.escape(address.folder)}/{pattern}"
         for form in FORMATS.values()
         if written_format is None or form.files[-1] not in FORMATS[written_format].files
         for pattern in form.files
-        for name in pattern.split("|")
     ]
     api = HfApi()
     with hub_errors(address):

@@ -25,9 +25,8 @@ from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from .schema import hash_request, read_meta
-from .shard import stored_statistics
 from .split import Which
-from .values import OUTLYING, Statistics
+from .values import OUTLYING, Norms
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
@@ -182,20 +181,18 @@ def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tupl
 
 
 def note_massive_rows(store: ActivationStore, listener: Listener) -> None:
-    """Warn about rows of massive norm, which decide a fit. Cost: opens every shard, and reads no rows."""
-    multiple = store.meta.max_norm_multiple
-    if store.rows and (multiple is None or multiple > OUTLYING):
-        note_massive(store.name, stored_statistics(store.path, store.meta), listener)
+    """Warn about rows of massive norm, which decide a fit."""
+    norms, multiple = store.meta.norms, store.meta.max_norm_multiple
+    if norms and (multiple is None or multiple > OUTLYING):
+        note_massive(store.name, norms, listener)
 
 
-def note_massive(name: str, statistics: Statistics, listener: Listener) -> None:
-    """As `note_massive_rows`, by the statistics of some rows."""
-    norms = statistics.norms
+def note_massive(name: str, norms: Norms, listener: Listener) -> None:
+    """As `note_massive_rows`, by the norms of some rows."""
     if norms.massive_rows:
         listener.note(
             f"{name}: {norms.massive_rows:,} of {norms.rows:,} rows have over {OUTLYING} times the median "
-            f"norm, and hold at least {statistics.massive_fraction():.1%} of the variance; "
-            f"--max-norm-multiple {OUTLYING} drops them as rows are made"
+            f"norm; --max-norm-multiple {OUTLYING} drops them as rows are made"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.errors import StoreError, demand_at_least
 from .schema import StoreMeta, read_meta
-from .shard import Chunks, stored_statistics
+from .shard import Chunks
 from .split import (
     TEST_FRACTION,
     WHOLE,
@@ -186,7 +186,7 @@ class Rows(StoredRows):
         """
         store, split = self.store, self.split
         if split.which == "train" and split.fraction == 1:
-            whole = stored_statistics(store.path, store.meta).spread
+            whole = store.spread()
             if self.rows == store.rows:
                 return whole
             rest = whole - Rows.chosen(store, replace(split, which="test")).measured()
@@ -247,11 +247,7 @@ class Rows(StoredRows):
                     yield token_ids.astype(np.int64), mask
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":
-        """The true codes of these rows, (B, G), in stored order; StoreError if there are none."""
-        if self.store.meta.world is None:
-            raise StoreError(
-                f"{self.store.path} has no true codes; expected a store of rows made of known features"
-            )
+        """The true codes of these rows, (B, G), in stored order, of a store of known features."""
         return (self.store.row_values(CODES, rows) for rows in self.numbers(batch_size))
 
 

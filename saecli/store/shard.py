@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
@@ -30,7 +30,7 @@ from .schema import (
     ShardRecord,
     StoreMeta,
 )
-from .values import CODES, DTYPES, KINDS, WINDOWS, Norms, Spread, Statistics, Windows, stacked
+from .values import CODES, DTYPES, KINDS, WINDOWS, Spread, Windows, stacked
 
 if TYPE_CHECKING:
     import h5py
@@ -156,12 +156,10 @@ class Shard:
             return f"cannot read shard {self.path}: {reason}; {make_anew(self.store)}"
         return None
 
-    def statistics(self) -> Statistics:
+    def spread(self) -> Spread:
         with self.verified() as file:
             group = file[STATISTICS]
-            spread = Spread(self.record.rows, group["mean"][:], group["scatter"][:])
-            norms = Norms(**{field.name: group.attrs[field.name].item() for field in fields(Norms)})
-        return Statistics(spread, norms)
+            return Spread(self.record.rows, group["mean"][:], group["scatter"][:])
 
 
 def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
@@ -171,11 +169,6 @@ def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
     while piece := file.read(PIECE_BYTES):
         digest.update(piece)
     return digest.hexdigest()
-
-
-def stored_statistics(path: Path, meta: StoreMeta) -> Statistics:
-    """The statistics of all rows of a store that has some. Cost: opens every shard, and reads no rows."""
-    return reduce(add, (shard.statistics() for shard in Shard.each(path, meta)))
 
 
 class Chunks:
@@ -203,6 +196,10 @@ class Chunks:
         """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
         for shard in self.shards:
             shard.demand_room()
+
+    def spread(self) -> Spread:
+        """Mean and scatter of all rows, of which there must be some. Cost: opens every shard, and reads no rows."""
+        return reduce(add, (shard.spread() for shard in self.shards))
 
     @cached_property
     def chunk_starts(self) -> np.ndarray:

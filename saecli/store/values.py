@@ -250,30 +250,3 @@ class Spread:
     def __sub__(self, part: "Spread") -> Self:
         """The rows outside `part`; a scatter much smaller than the whole's keeps few digits."""
         return self + Spread(-part.rows, part.mean, -part.scatter)
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of rows."""
-
-    spread: Spread
-    norms: Norms
-
-    @classmethod
-    def of(cls, rows: np.ndarray) -> Self:
-        """Measure finite rows, (R, D) float64, R at least 1, overwriting them."""
-        norms = Norms.of(row_norms(rows))
-        return cls(Spread.of(rows), norms)
-
-    def __add__(self, other: "Statistics") -> Self:
-        return type(self)(self.spread + other.spread, self.norms + other.norms)
-
-    def massive_fraction(self) -> float:
-        """The least fraction of the scatter that massive rows can have: by `(|x| - |mean|)^2 <= |x - mean|^2`."""
-        norms, centre = self.norms, float(np.linalg.norm(self.spread.mean))
-        if not norms.massive_rows:
-            return 0.0
-        scatter = (
-            norms.massive_squares - 2 * centre * norms.massive_sum + norms.massive_rows * centre**2
-        )
-        return min(1.0, scatter / float(self.spread.scatter.sum()))

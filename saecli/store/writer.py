@@ -127,11 +127,6 @@ class StoreWriter:
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
         """
-        if self.complete:
-            raise StoreError(
-                f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
-                "another --name, or remove that store"
-            )
         rows, verdicts = self._admission.verdicts(activations)
         admitted = np.flatnonzero(verdicts == ADMITTED)
         cursor = json.loads(json.dumps(cursor))

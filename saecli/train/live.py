@@ -22,7 +22,7 @@ from ..extract.windows import BLOCK_TOKENS
 from ..store.opening import note_massive
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part, Split
-from ..store.values import DTYPES, Statistics
+from ..store.values import DTYPES, Norms, row_norms
 from .options import MEASURED_ROWS, TRAINED
 from .rows import ArrayRows
 
@@ -98,8 +98,8 @@ class LiveRows(RowSource):
                 self.rows = self._rows_read
             self.test_rows, self.kept_out = self._take_rows_of_splits()
             self._opened = opened.pop_all()
-        first = next(self.sequential(MEASURED_ROWS)).astype(np.float64)
-        note_massive(self.name, Statistics.of(first), self._listener)
+        first = next(self.sequential(MEASURED_ROWS))
+        note_massive(self.name, Norms.of(row_norms(first)), self._listener)
         if self.ready < self.rows:
             self._listener.note(f"rows are normalised as the first {self.ready:,} are")
         return self

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(
 
 
 def test_what_is_wrong_is_named_by_its_place_in_the_document():
-    with pytest.raises(ValueError, match=r"^a\.1: expected a whole number, got '3'$"):
+    with pytest.raises(ValueError, match=r"^a\.1: expected a valid integer, got '3'$"):
         parse_json('{"a": [1, "3"]}', dict[str, list[int]])
     with pytest.raises(ValueError, match=r"^expected an object, got \[\]$"):
         parse_json("[]", dict[str, int])

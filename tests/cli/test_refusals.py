@@ -68,7 +68,7 @@ FAILED = [
 ]
 # The text of --config, further words, and words of the sentence.
 CONFIGS = [
-    ('d_sae = "many"', "", "--d-sae must be a whole number, got 'many'"),
+    ('d_sae = "many"', "", "--d-sae must be a valid integer, got 'many'"),
     ("d_sae = true", "", "--d-sae"),
     ("d_sae = [[0]]", "", "--d-sae"),
     ("d_sae = []", "", "d_sae"),

@@ -2,7 +2,6 @@
 around every window: BOS, or what a tokenizer has in its place, and what it appends."""
 
 import json
-import re
 from functools import cache
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -355,15 +354,12 @@ def test_rows_of_massive_norm_that_remain_are_told_with_what_drops_them(
     x[rng.choice(2000, 7, replace=False)] += 100 * np.eye(32)[3]
     np.save(tmp_path / "x.npy", x)
     norms = np.linalg.norm(x, axis=1)
-    massive = norms > 10 * np.median(norms)
-    squares = ((x - x.mean(0)) ** 2).sum(1)
-    assert massive.sum() == 7
+    assert (norms > 10 * np.median(norms)).sum() == 7
     assert sae("import", tmp_path / "x.npy", "--name", "x").status == 0
     assert sae(f"import {tmp_path / 'x.npy'} --name less --max-norm-multiple 10").status == 0
     words = ("train", "--act", "topk", "--k", "2", "--d-sae", "8", "--epochs", "1", "--data")
-    said = r"x: 7 of 2,000 rows have over 10 times the median norm, and hold at least ([\d.]+)% of "
-    told = re.search(said + "the variance; --max-norm-multiple 10 drops", sae(*words, "x").err)
-    assert float(told[1]) / 100 == pytest.approx(squares[massive].sum() / squares.sum(), abs=0.02)
+    told = "x: 7 of 2,000 rows have over 10 times the median norm; --max-norm-multiple 10 drops"
+    assert told in sae(*words, "x").err
     assert "median norm" not in sae(*words, "less").err
 
 
@@ -377,4 +373,4 @@ def test_extraction_tells_of_massive_rows(sae: CommandLine, tmp_path: Path):
     words = ("extract", "--model", folder, "--layer", "1", "--dataset", tmp_path / "a.txt")
     assert "median norm" not in sae(*words, "--context", "21").err
     told = sae(*words, "--context", "21", "--prepend-bos", "off").err
-    assert "20 of 400 rows have over 10 times the median norm, and hold at least" in told
+    assert "20 of 400 rows have over 10 times the median norm" in told

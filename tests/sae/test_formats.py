@@ -11,8 +11,8 @@ import published
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, activation_of, make_store, make_transcoder, random_sae
-from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
+from homes import MLP, CommandLine, activation_of, crosscoder_of, make_transcoder, random_sae
+from published import ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
 
 from saecli.base.errors import FormatError
@@ -29,16 +29,14 @@ KEPT = {  # fields of an origin that a format keeps; all by default
 }
 GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
-GEMMA_270M = {"model": "google/gemma-3-270m", "layer": 5, "site": "resid_post"}
-QWEN_BASE = "Qwen/Qwen3-1.7B-Base"
 
 
 def to_mlp(layer: int) -> dict[str, Any]:
     return {"layer": layer, "site": "mlp_in", "target_layer": layer, "target_site": "mlp_out"}
 
 
-def qwen(folder: Path, name: str, **config: Any) -> Published:
-    return published.qwen_scope(folder / name, **config)
+def qwen(folder: Path, name: str) -> Published:
+    return published.qwen_scope(folder / name)
 
 
 def at(write: Callable[..., Published], *args: Any, **settings: Any) -> Callable[[Path], Published]:
@@ -47,8 +45,7 @@ def at(write: Callable[..., Published], *args: Any, **settings: Any) -> Callable
 
 SAELENS, SAELENS_5 = published.saelens, published.saelens_5
 SPARSIFY, LEARNING = published.sparsify, published.dictionary_learning
-SCOPE2, CROSSCODER = published.gemma_scope_2, published.gemma_scope_2_crosscoder
-LLAMA, TRACER = published.llama_scope, published.circuit_tracer
+SCOPE2, LLAMA, TRACER = published.gemma_scope_2, published.llama_scope, published.circuit_tracer
 TOPK_5 = {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}}
 RELU_5 = {"activation_fn_str": "relu", "normalize_activations": False, "context_size": 128}
 RELU_5 |= {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2"}
@@ -94,11 +91,7 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         for affine in (False, True)
         for width in (D, E)
     ),
-    ("gemma-scope-2", CROSSCODER, GEMMA_270M),
-    *(
-        ("llama-scope", at(LLAMA, moved), {"layer": 15, "site": "resid_post"})
-        for moved in (False, True)
-    ),
+    ("llama-scope", LLAMA, {"layer": 15, "site": "resid_post"}),
     (
         "llama-scope",
         at(LLAMA, transcodes=True, dtype=torch.bfloat16),
@@ -107,11 +100,6 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
     *(
         ("qwen-scope", at(qwen, name=name), {"layer": 5, "site": "resid_post"})
         for name in ("run-k4", "L0_4")
-    ),
-    (
-        "qwen-scope",
-        at(qwen, name="run-k7", k=K, base_model=QWEN_BASE),
-        {"model": QWEN_BASE, "layer": 5, "site": "resid_post"},
     ),
     *(
         ("circuit-tracer", at(TRACER, kind, skip), {"model": "google/gemma-2-2b"} | to_mlp(5))
@@ -216,7 +204,7 @@ def two_layers(path: Path) -> Published:
 
 YAML = [
     ("model_kind: cross_layer_transcoder", "model_kind 'cross"),
-    ("model_kind: transcoder_set\nactivation: topk", "k must be a whole number"),
+    ("model_kind: transcoder_set\nactivation: topk", "k must be a valid integer"),
     ("a: &a [1]\nb: *c", "yaml"),
 ]
 REFUSED: list[tuple[Callable[[Path], Published], str]] = [
@@ -225,7 +213,7 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(SAELENS, "transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input True"),
     (at(SAELENS, normalize_activations="layer_norm"), "normalize_activations 'layer_norm'"),
     (at(SAELENS, "topk", k=1000), "1000"),
-    (at(SAELENS, "topk"), "k must be a whole number, got None"),
+    (at(SAELENS, "topk"), "k must be a valid integer, got None"),
     (without(SAELENS, "sae_weights.safetensors", "b_dec"), "missing"),
     (at(SAELENS, "transcoder", changed={"W_skip": np.ones((D, D))}), "unexpected"),
     (at(SAELENS, width=E), "expected W_dec of shape"),
@@ -244,10 +232,7 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (text_in(published.gemma_scope, "params.npz", ""), "npz"),
     (at(SCOPE2, architecture="topk"), "architecture 'topk'"),
     (at(SCOPE2, type="clt"), "type 'clt'"),
-    (at(SCOPE2, type="crosscoder"), "there is no file"),
-    (without(CROSSCODER, "params_layer_1.safetensors"), "there is no file"),
-    (at(CROSSCODER, type="sae"), "there is no file"),
-    (at(CROSSCODER, hf_hook_point_in="model.layers.{5,9}.output"), "W_dec of shape"),
+    (at(SCOPE2, type="crosscoder"), "type 'crosscoder'"),
     (at(LLAMA, act_fn="topk"), "act_fn"),
     (at(LLAMA, dataset_average_activation_norm={"in": 1}), "'out'"),
     (text_in(LLAMA, "hyperparams.json", "[" * 9999), "hyper"),
@@ -331,26 +316,10 @@ def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path)
     assert recognise(tmp_path / "empty") == "saelens"
 
 
-def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
-    sae: CommandLine, tmp_path: Path
-) -> None:
-    expected = published.gemma_scope_2_crosscoder(tmp_path / "crosscoder")
-    words = []
-    for place, columns in enumerate(np.split(WIDE_ROWS.astype(np.float32), PLACES, 1)):
-        make_store(sae.home, f"place{place}", columns)
-        words += ["--data", f"place{place}"]
-    done = sae("sparsity", expected.path, *words, "--split", "all", "--json")
-    (measures,) = done.json["runs"]
-    deviations = expected.predicted - WIDE_ROWS, WIDE_ROWS - WIDE_ROWS.mean(0)
-    errors, spread = ((each**2).sum(0).reshape(PLACES, D).sum(1) for each in deviations)
-    assert [place["width"] for place in measures["places"]] == [D] * PLACES
-    fvus = [place["fvu"] for place in measures["places"]]
-    assert fvus == pytest.approx(errors / spread, rel=1e-4)
-    assert measures["l0"] == pytest.approx((expected.codes != 0).sum(1).mean(), rel=1e-3)
-    sae("export", expected.path, "--to", "saelens", "--out", tmp_path / "out").fails(
-        1, "cannot express a crosscoder"
-    )
-    assert not (tmp_path / "out").exists()
+def test_a_crosscoder_cannot_be_written_for_others(tmp_path: Path) -> None:
+    sae = crosscoder_of([{"layer": 1, "site": "resid_post"}, {"layer": 2, "site": "resid_post"}])
+    with pytest.raises(FormatError, match=r"cannot express a crosscoder.*written as native"):
+        save(SavedSAE(sae), "saelens", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["saelens", "sparsify", "circuit-tracer"])

@@ -41,11 +41,9 @@ WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for nam
     "old torch": old_torch,
     "gemma-scope": published.gemma_scope,
     "gemma-scope-2": published.gemma_scope_2,
-    "crosscoder": published.gemma_scope_2_crosscoder,
-    "llama-scope": partial(published.llama_scope, moved=True),
-    "qwen-scope": partial(published.qwen_scope, k=4),
-    "llama-scope-r1": partial(published.llama_scope, r1=True),
-    "one-file": lambda folder: published.one_file(folder / "Llama-SAE-l9.pt"),
+    "llama-scope": published.llama_scope,
+    "qwen-scope": published.qwen_scope,
+    "goodfire": lambda folder: published.goodfire(folder / "Llama-SAE-l9.pt"),
 }
 
 
@@ -54,9 +52,9 @@ WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for nam
 def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(
     tmp_path: Path, name: str
 ) -> None:
-    folder = tmp_path / "sae"
+    folder = tmp_path / "sae-k4"  # where Qwen-Scope has k
     WRITE[name](folder)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content, chance, refused = path.read_bytes(), random.Random(path.name), 0
         for _ in range(TIMES):
             path.write_bytes(damaged(content, chance))

@@ -14,7 +14,6 @@ from storing import collect, make_meta, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
-from saecli.store.shard import stored_statistics
 from saecli.store.split import Part, is_test
 from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
@@ -139,15 +138,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.check_statistics(store)
 
     def check_statistics(self, store):
-        statistics = stored_statistics(store.path, store.meta)
+        spread, summary = store.spread(), store.meta.norms
         rows = self.kept[: store.rows].astype(np.float64)
         mean, scatter = rows.mean(0), ((rows - rows.mean(0)) ** 2).sum(0)
         large = np.abs(rows).max()
-        np.testing.assert_allclose(statistics.spread.mean, mean, rtol=1e-12, atol=1e-12 * large)
-        spread = statistics.spread.scatter
-        np.testing.assert_allclose(spread, scatter, rtol=1e-9, atol=1e-12 * large**2)
-        norms, summary = np.linalg.norm(rows, axis=1), statistics.norms
-        assert summary.rows == store.meta.norms.rows == store.rows
+        np.testing.assert_allclose(spread.mean, mean, rtol=1e-12, atol=1e-12 * large)
+        np.testing.assert_allclose(spread.scatter, scatter, rtol=1e-9, atol=1e-12 * large**2)
+        norms = np.linalg.norm(rows, axis=1)
+        assert summary.rows == store.rows
         assert summary.max == pytest.approx(norms.max())
         shards = np.split(norms, np.arange(self.meta.shard_rows, len(norms), self.meta.shard_rows))
         medians = [np.median(shard) for shard in shards]

@@ -4,7 +4,7 @@
     hooks.py        names of hook points
     libraries.py    SAELens, sparsify, dictionary_learning
     circuit_tracer.py   circuit-tracer, also sets of one transcoder per layer
-    scopes.py       Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files, which are only read
+    scopes.py       Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and Goodfire's files, which are only read
 
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
 b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
@@ -17,7 +17,7 @@ README.md says what each format can express. To add one, write `saecli/sae/forma
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -36,15 +36,7 @@ from ..activations import (
 )
 from ..dictionary import SAE
 from . import circuit_tracer, libraries, scopes
-from .common import (
-    SavedSAE,
-    assemble,
-    in_words,
-    matching,
-    read_safetensors,
-    unscaled,
-    write_tensors,
-)
+from .common import SavedSAE, assemble, matching, read_safetensors, unscaled, write_tensors
 from .hooks import settled
 
 
@@ -52,13 +44,13 @@ from .hooks import settled
 class Format:
     """How SAEs are kept in files."""
 
-    files: tuple[str, ...]  # patterns of one SAE's, the weights last; `|` between alternatives
-    load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
+    files: tuple[str, ...]  # patterns of one SAE's, the weights last
+    load: Callable[[Path], SavedSAE]  # from a folder, or if `by_layer` from a file
     save: Callable[[SavedSAE, Path], None] | None = None  # in float32, to a folder; None: only read
     activations: Collection[type[Activation]] = ()  # that `save` can express
     transcoders: Collection[type[Activation]] = ()  # the same of transcoders
     one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
-    layers: Literal["one", "each", "all"] = "one"  # files of weights: each an SAE, all one SAE
+    by_layer: bool = False  # whether a folder has a file of weights, an SAE, for each layer
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, last the weights, of several layers' `file`; FormatError if several match."""
@@ -66,10 +58,10 @@ class Format:
         for pattern in self.files:
             weights = pattern == self.files[-1]
             matches = matching([file] if file and weights else names, pattern)
-            if len(matches) != 1 and not (weights and self.layers == "all"):
-                hint = f"; name it, such as .../{matches[0]}" if self.layers == "each" else ""
+            if len(matches) != 1:
+                hint = f"; name it, such as .../{matches[0]}" if self.by_layer else ""
                 raise FormatError(
-                    f"{place} holds {len(matches)} files {in_words(pattern)}: expected one{hint}"
+                    f"{place} holds {len(matches)} files {pattern}: expected one{hint}"
                 )
             chosen += matches
         return chosen
@@ -77,7 +69,7 @@ class Format:
     @property
     def takes_sets(self) -> bool:
         """Whether a folder that is written may hold several SAEs, one for each layer."""
-        return self.save is not None and self.layers == "each"
+        return self.save is not None and self.by_layer
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
@@ -164,18 +156,11 @@ FORMATS: dict[str, Format] = {
         libraries.LEARNING_WRITTEN,
     ),
     "gemma-scope": Format((scopes.GEMMA_ARRAYS,), scopes.load_gemma_scope),
-    "gemma-scope-2": Format(
-        (scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2, layers="all"
-    ),
-    "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WHOLE,), scopes.load_gemma_scope_2),
-    "llama-scope": Format(
-        (scopes.LLAMA_CONFIG, "|".join(scopes.LLAMA_WEIGHTS)), scopes.load_llama_scope
-    ),
-    "llama-scope-r1": Format(
-        (scopes.LLAMA_R1_CONFIG, scopes.LLAMA_R1_WEIGHTS), scopes.load_llama_scope_r1
-    ),
-    "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, layers="each"),
-    "one-file": Format((scopes.ONE_FILE,), scopes.load_one_file, layers="each"),
+    "gemma-scope-2": Format((scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2),
+    "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WEIGHTS,), scopes.load_gemma_scope_2),
+    "llama-scope": Format((scopes.LLAMA_CONFIG, scopes.LLAMA_WEIGHTS), scopes.load_llama_scope),
+    "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, by_layer=True),
+    "goodfire": Format((scopes.GOODFIRE_WEIGHTS,), scopes.load_goodfire, by_layer=True),
     "circuit-tracer": Format(
         (circuit_tracer.CONFIG, circuit_tracer.WEIGHTS),
         circuit_tracer.load_circuit_tracer,
@@ -183,12 +168,12 @@ FORMATS: dict[str, Format] = {
         (),
         circuit_tracer.WRITTEN,
         one_width=True,
-        layers="each",
+        by_layer=True,
     ),
     "qwen-transcoders": Format(
         (circuit_tracer.WANDB_CONFIG, circuit_tracer.WEIGHTS),
         circuit_tracer.load_circuit_tracer,
-        layers="each",
+        by_layer=True,
     ),
     "native": Format(
         (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
@@ -223,9 +208,7 @@ def recognise(path: Path) -> str | None:
 def _files_in(path: Path) -> set[str]:
     """The files of known formats in a folder, or in a file's folder."""
     folder = path.parent if path.is_file() else path
-    patterns = {
-        part for form in FORMATS.values() for name in form.files for part in name.split("|")
-    }
+    patterns = {pattern for form in FORMATS.values() for pattern in form.files}
     matches = {match for pattern in patterns for match in folder.glob(pattern)}
     return {match.relative_to(folder).as_posix() for match in matches if match.is_file()}
 
@@ -236,15 +219,13 @@ def format_of(names: Iterable[str], file: str | None = None) -> str | None:
     for name, form in FORMATS.items():
         if not all(matching(names, pattern) for pattern in form.files):
             continue
-        if file is None or (form.layers == "each" and matching([file], form.files[-1])):
+        if file is None or (form.by_layer and matching([file], form.files[-1])):
             return name
     return None
 
 
 def known_files() -> str:
-    return "; ".join(
-        f"{' and '.join(map(in_words, form.files))} ({name})" for name, form in FORMATS.items()
-    )
+    return "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
 
 
 def load(
@@ -259,7 +240,7 @@ def load(
             got = ", ".join(names[:8]) or "an empty folder"
         raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {got}")
     form = FORMATS[name]
-    if form.layers == "each" and path.is_dir():
+    if form.by_layer and path.is_dir():
         path /= form.among(_files_in(path), str(path))[-1]
     try:
         saved = form.load(path)

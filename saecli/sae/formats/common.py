@@ -214,13 +214,8 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
     return [
         name
         for name in names
-        for alternative in pattern.split("|")
-        if name.count("/") == alternative.count("/") and fnmatch.fnmatchcase(name, alternative)
+        if name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)
     ]
-
-
-def in_words(pattern: str) -> str:
-    return pattern.replace("|", " or ")
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:

@@ -7,8 +7,7 @@ threshold for all latents, as SAELens saves its own. Transcoders (`saes/transcod
 
 sparsify's encoder subtracts `b_dec`, and `relu` is written with `k` equal to the number of latents. A transcoder
 (`transcode`) does not subtract, and its targets are as wide as its rows. The folder's name, such as `layers.2.mlp`, is
-the module whose output it reads, or a transcoder predicts from its input; the model is named by the run's
-`config.json`, one folder up.
+the module whose output it reads, or a transcoder predicts from its input.
 
 dictionary_learning: see `CLASSES`. Its AutoEncoder scales decoder rows to unit norm on loading.
 """
@@ -186,18 +185,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
     origin = hooks.origin_of_module(module, "input" if transcodes else "output")
     if transcodes:
         origin |= hooks.origin_of_module(module, "output", "target_")
-    if origin:
-        origin["model"] = _model_of_run(folder.absolute().parent / "config.json")
-    return SavedSAE(sae, common.origin_from(origin), transcodes)
-
-
-def _model_of_run(path: Path) -> Any:
-    """The model in the configuration of a run of sparsify; None if there is none."""
-    try:
-        run = common.read_config(path, dict[str, Any]) if path.is_file() else {}
-    except FormatError:  # of something else
-        return None
-    return run.get("model") if "hookpoints" in run else None
+    return SavedSAE(sae, origin, transcodes)
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
