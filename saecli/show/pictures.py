@@ -179,7 +179,7 @@ def sparsity(
 
 def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str, str]) -> Figure:
     """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
-    joined; runs that another beats are hollow, runs with a measure that is not finite left out."""
+    joined; runs with a measure that is not finite are left out."""
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
     members: dict[str, list[Document]] = {}
     for run in runs:
@@ -200,10 +200,8 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
                 linestyle="none",
                 color=colour(index),
                 markersize=7,
-                markeredgewidth=1.4,
                 marker=marker(index),
                 clip_on=False,
-                fillstyle="none" if run["unbeaten"] is False else "full",
             )
             if len(runs) == 1:
                 labels.append(short(run["run"]))
@@ -228,10 +226,6 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
                 axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})
         if not runs:
             say_empty(axes)
-        if any(run["unbeaten"] is False for run in runs):
-            hollow = Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none")
-            handles.append(hollow)
-            labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
     return drawn
 

@@ -25,7 +25,7 @@ from saecli.store.split import is_test
 
 JSON_KEYS = """
 run data split rows mse fvu explained_variance cosine l0 l1 silent_fraction massive_rows
-massive_variance ordinary_fvu dead_fraction unbeaten
+massive_variance ordinary_fvu dead_fraction
 """
 KEYS = JSON_KEYS.split()
 
@@ -103,29 +103,22 @@ def exact_sae(k: int = D) -> SAE:
     return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
 
 
-def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
+def test_runs_make_one_table_sparsest_first(sae: CommandLine):
     make_run(sae.home, "random", random_sae())  # some 11 latents fire
     make_run(sae.home, "sparse", exact_sae(4))
     make_run(sae.home, "exact", exact_sae())
     out = sae("eval", "random", "exact", "sparse").out
     first = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
-    assert first == ["sparse *", "exact *", "random"]
+    assert first == ["sparse", "exact", "random"]
     document = sae("eval", "random", "exact", "sparse", "--json").json
-    unbeaten = {run["run"]: run["unbeaten"] for run in document["runs"]}
-    assert [*unbeaten.items()] == [("random", False), ("exact", True), ("sparse", True)]
-    assert document["unbeaten_means"] in " ".join(out.split())
+    assert [run["run"] for run in document["runs"]] == ["random", "exact", "sparse"]
 
 
-def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_run(sae.home, name, random_sae(seed=ord(name)), split_seed=seed)
-    different = sae("eval", "a", "c")
-    assert "*" not in sae("eval", "a").out + different.out
-    assert "measured on different rows" in different.err
+def test_runs_of_different_splits_are_said_to_be_measured_on_different_rows(sae: CommandLine):
+    for name, seed in (("a", 0), ("c", 1)):
+        make_run(sae.home, name, random_sae(), split_seed=seed)
+    assert "measured on different rows" in sae("eval", "a", "c").err
     assert len(sae("eval", "a", "a", "--json").json["runs"]) == 1
-    assert [run["unbeaten"] for run in sae("eval", "a", "c", "--json").json["runs"]] == [None, None]
-    *beside, alone = (run["unbeaten"] for run in sae("eval", *"abc", "--json").json["runs"])
-    assert alone is None and {*beside} <= {True, False} and any(beside)
 
 
 def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: CommandLine, tmp_path):
@@ -149,7 +142,6 @@ def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLi
     assert [line["run"] for line in lines] == ["exact", "random"]
     for line, run in zip(lines, reversed(runs), strict=True):
         assert list(line) == KEYS
-        assert line.pop("unbeaten") == str(run.pop("unbeaten"))
         assert {key: type(run[key])(value) if value else None for key, value in line.items()} == run
 
 
