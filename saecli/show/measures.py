@@ -15,7 +15,7 @@ from ..measure.evaluate import TOGETHER
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
-from .tables import Document, before_and_after, records_table, table
+from .tables import Document, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -289,7 +289,7 @@ def controls_table(document: Document) -> RenderableType:
 def refit_table(document: Document) -> RenderableType:
     """The measures of a refitted SAE before and after, on the held-out rows."""
     before, after, final = document["before"], document["after"], document["final"]
-    rows = before_and_after(document, [name for name in REFITTED if name in after])
+    rows = [[*spelt([name]), before[name], after[name]] for name in REFITTED if name in after]
     prefixes = zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)
     for old, new in prefixes:
         rows.append([f"fvu of the first {old['latents']:,}", old["fvu"], new["fvu"]])
