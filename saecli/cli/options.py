@@ -238,19 +238,6 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def store_names(ctx: typer.Context) -> list[str]:
-    """Names of stores, for shell completion; likewise below."""
-    return home_of(ctx).stores.names()
-
-
-def run_names(ctx: typer.Context) -> list[str]:
-    return home_of(ctx).runs.names()
-
-
-def home_of(ctx: typer.Context) -> Home:
-    return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
-
-
 def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list[str] | None:
     """The runs that are named, or match patterns; RunError before anything slow is imported if there is no run."""
     home = ctx.find_root().obj  # None during completion
@@ -262,7 +249,6 @@ def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list
 _RUN: dict[str, Any] = {
     "metavar": "RUN",
     "show_default": "the newest run",
-    "autocompletion": run_names,
     "callback": _chosen_runs,
 }
 Run = Annotated[
@@ -287,7 +273,6 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         help="Activation store, by name or folder; for a crosscoder several, in order.",
-        autocompletion=store_names,
         show_default="the one that the run was trained on, else the newest",
     ),
 ]
@@ -295,7 +280,6 @@ Target = Annotated[
     str | None,
     typer.Option(
         help="Store of a transcoder's targets.",
-        autocompletion=store_names,
         show_default="the one that the run was trained on",
     ),
 ]
