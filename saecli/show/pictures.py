@@ -54,7 +54,6 @@ def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figu
             axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
             axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
             axes.set(xlabel="step", ylabel=label)
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             values = np.concatenate([batches[1], rows[1]])
             if not len(values):
                 say_empty(axes)
@@ -124,8 +123,6 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
             ylabel="rows",
             title=f"{short(title)}: {len(order):,} of {d_sae:,} latents fire on these {rows:,} rows",
         )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(6, integer=True))
         if not len(order):
             say_empty(axes, "no latent fires")
             return drawn
@@ -141,9 +138,7 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
             interpolation="nearest",
             extent=(0, len(order), rows, 0),
         )
-        ticks = [fraction * largest for fraction in (0, 0.1, 0.25, 0.5, 1)]
-        bar = drawn.colorbar(shown, ax=axes, pad=0.02, extend="max", ticks=ticks, format="{x:.2g}")
-        bar.set_label("size of the code")
+        drawn.colorbar(shown, ax=axes, pad=0.02, extend="max", label="size of the code")
     return drawn
 
 
@@ -207,15 +202,13 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
                 labels.append(short(run["run"]))
                 continue
             labels.append(f"{number} {short(run['run'])} ({family})")
-            # On alternating sides, since consecutive runs may lie close.
-            below = {"xytext": (-4, -4), "ha": "right", "va": "top"}
             axes.annotate(
                 str(number),
                 (run["l0"], run["fvu"]),
+                xytext=(5, 4),
                 textcoords="offset points",
                 color=colour(index),
                 fontsize=8,
-                **(below if number % 2 else {"xytext": (5, 4)}),
             )
         axes.set(xlabel=L0_LABEL, ylabel=FVU_LABEL)
         for which, measure in (("x", "l0"), ("y", "fvu")):
