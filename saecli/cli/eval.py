@@ -3,19 +3,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from .options import (
-    Csv,
-    Data,
-    Device,
-    Json,
-    Plot,
-    Runs,
-    SplicedModels,
-    SplitName,
-    Target,
-    Tokens,
-    start,
-)
+from .options import Data, Device, Json, Plot, Runs, SplicedModels, SplitName, Target, Tokens, start
 
 
 def command(
@@ -42,7 +30,6 @@ def command(
     ] = False,
     device: Device = "auto",
     plot: Plot = None,
-    csv: Csv = None,
     json: Json = False,
 ) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
@@ -102,5 +89,4 @@ def command(
             second = plot.with_stem(f"{plot.stem}-stability")
             pictures.stability(second, document["stability"])
             console.note(f"drew {second}")
-    session.write([measures.flat(run) for run in ranked])
     console.print_result(document, *tables)

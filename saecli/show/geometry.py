@@ -234,7 +234,8 @@ def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Te
     document, D = measured.document, measured.run.sae.d_in
     fvus = {name: number(document["references"][f"{key}_fvu"]) for key, name in FITS.items()}
     with figure(path, 12, 6.2) as drawn:
-        left, right = drawn.subfigures(1, 2, width_ratios=[1.2, 1])
+        halves: Any = drawn.subfigures(1, 2, width_ratios=[1.2, 1])
+        left, right = halves
         drawn.suptitle(
             f"{short(document['run'])} on {short(document['data'])}; FVU of "
             + ", ".join(f"{name} {fvu}" for name, fvu in fvus.items()),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,20 +128,6 @@ def comparison(
             continue
         lines.append({**by_run, **measures, "run": name})
     return records_table(title, lines, ("run", *columns))
-
-
-def flat(run: Document) -> dict[str, Any]:
-    """A run's measures as a line of a table: `l0_first_N` and `fvu_first_N` of prefixes, `l0_on_NAME` of sources."""
-    line = dict(run)
-    for source in line.pop("sources", ()):
-        for name in ("rows", "l0", "fvu", "ce_recovered", "kl"):
-            if name in source:
-                line[f"{name}_on_{source['source']}"] = source[name]
-    for prefix in line.pop("prefixes", ()):
-        line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
-    for index, place in enumerate(line.pop("hook_points", ())):
-        line |= {f"{name}_at_{index}": place[name] for name in EFFECT[:-1]}
-    return line
 
 
 def extremes(run: Document) -> str:

@@ -241,10 +241,12 @@ def figures_table(documents: Sequence[Document]) -> RenderableType:
     names = dict.fromkeys(name for document in documents for name in document["final"])
     shown = [name for name in names if name not in {*RESULTS, "dead_fraction", "alpha"}]
     lines = [
-        dict.fromkeys(shown)
-        | document
-        | document["final"]
-        | {"seconds": round(document["seconds"])}
+        {
+            **dict.fromkeys(shown),
+            **document,
+            **document["final"],
+            "seconds": round(document["seconds"]),
+        }
         for document in documents
     ]
     return records_table(None, lines, ["run", "epochs", "steps", "seconds", *shown])
