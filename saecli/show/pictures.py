@@ -138,7 +138,9 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
             interpolation="nearest",
             extent=(0, len(order), rows, 0),
         )
-        drawn.colorbar(shown, ax=axes, pad=0.02, extend="max", label="size of the code")
+        ticks = [fraction * largest for fraction in (0, 0.1, 0.25, 0.5, 1)]
+        bar = drawn.colorbar(shown, ax=axes, pad=0.02, extend="max", ticks=ticks, format="{x:.2g}")
+        bar.set_label("size of the code")
     return drawn
 
 
@@ -202,13 +204,15 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
                 labels.append(short(run["run"]))
                 continue
             labels.append(f"{number} {short(run['run'])} ({family})")
+            # On alternating sides, since consecutive runs may lie close.
+            below = {"xytext": (-4, -4), "ha": "right", "va": "top"}
             axes.annotate(
                 str(number),
                 (run["l0"], run["fvu"]),
-                xytext=(5, 4),
                 textcoords="offset points",
                 color=colour(index),
                 fontsize=8,
+                **(below if number % 2 else {"xytext": (5, 4)}),
             )
         axes.set(xlabel=L0_LABEL, ylabel=FVU_LABEL)
         for which, measure in (("x", "l0"), ("y", "fvu")):
