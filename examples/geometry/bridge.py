@@ -19,7 +19,7 @@ os.environ.setdefault(
 
 import numpy as np
 import torch
-from diagrams import cells_in, tints
+from diagrams import cells_in
 from matplotlib.axes import Axes
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from saecli.geometry.cells import PowerDiagram, cells_of
 from saecli.geometry.references import LocalPCA, fvu, kmeans_centres
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
-from saecli.show.geometry import PlaneCells, fill, keys_at, plane_cells
+from saecli.show.geometry import PlaneCells, fill, plane_cells, tints
 from saecli.show.style import COLOURS, GREY, figure
 
 LATENTS, RATE = 80, 8e-3
@@ -83,7 +83,8 @@ def main() -> None:
             sae = trained(x, k, given.steps, generator)
             seconds = time.perf_counter() - started
             cells = cells_of(sae)
-            own = np.unique(np.array(keys_at(cells, x)), return_inverse=True)[1]
+            supports = cells.supports(cells.pre_activations(x)).numpy()
+            own = np.unique(supports, axis=0, return_inverse=True)[1]
             areas_of_sae = plane_cells(cells, WINDOW)
             count = int(own.max()) + 1
             centres = kmeans_centres(rows, count)
@@ -108,7 +109,7 @@ def main() -> None:
             ):
                 fvus.append(fvu(rows, ends))
                 fill(
-                    axes, areas, 0.6 + 0.4 * tints(len(areas.keys))
+                    axes, areas, 0.6 + 0.4 * tints(len(areas.kept))
                 )  # paler still: the arrows matter here
                 arrows(axes, rows, ends, colour)
                 axes.set(

@@ -5,7 +5,6 @@ Shapes: n sites, C cells, P pixels per side.
 
 import numpy as np
 import torch
-from matplotlib.colors import hsv_to_rgb
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram
@@ -27,13 +26,8 @@ def cells_in(diagram: PowerDiagram, window: Window, k: int = 1) -> tuple[PlaneCe
     """The cells of the k-th order in a window of the plane, and the sites of each, (C, k)."""
     nearest = diagram.nearest(pixels_of(window), k).sort(1).values.numpy()
     supports, labels = np.unique(nearest, axis=0, return_inverse=True)
-    keys = [support.tobytes() for support in supports]
-    return PlaneCells(window, keys, np.full(len(keys), k), labels.reshape(PIXELS, PIXELS)), supports
-
-
-def tints(count: int) -> np.ndarray:
-    """Pale colours, (count, 3), consecutive ones unlike."""
-    return hsv_to_rgb([(0.618 * number % 1, 0.25, 1) for number in range(count)])
+    kept = np.full(len(supports), k)
+    return PlaneCells(window, kept, labels.reshape(PIXELS, PIXELS)), supports
 
 
 def sites_of(diagram: PowerDiagram, support: Tensor) -> PowerDiagram:

@@ -19,12 +19,12 @@ os.environ.setdefault(
 )  # before torch is loaded: threads that wait sleep
 
 import torch
-from diagrams import cells_in, tints
+from diagrams import cells_in
 from matplotlib.axes import Axes
 from recovery import Recovery, recover
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.show.geometry import fill
+from saecli.show.geometry import fill, tints
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-2.6, 2.6, -2.6, 2.6)

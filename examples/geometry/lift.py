@@ -17,10 +17,10 @@ os.environ.setdefault(
 
 import numpy as np
 import torch
-from diagrams import PIXELS, cells_in, pixels_of, tints
+from diagrams import PIXELS, cells_in, pixels_of
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.show.geometry import fill
+from saecli.show.geometry import fill, tints
 from saecli.show.style import figure
 
 WINDOW = (-1.3, 1.3, -1.3, 1.3)

@@ -17,13 +17,13 @@ os.environ.setdefault(
 
 import numpy as np
 import torch
-from diagrams import cells_in, tints
+from diagrams import cells_in
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
 from saecli.geometry.cells import PowerDiagram
 from saecli.geometry.references import kmeans_centres
-from saecli.show.geometry import fill
+from saecli.show.geometry import fill, tints
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.5, 4.5, -4.5, 4.5)

@@ -30,7 +30,7 @@ done
 train crosscoder batchtopk default - "--data layers-l${layers[0]}-resid_post --data layers-l${layers[1]}-resid_post \
     --act batchtopk $*"
 trained
-sae eval "${names[@]}" --model $model --csv "$out/transcoders.csv"
+sae eval "${names[@]}" --model $model | tee "$out/transcoders.txt"
 sae report transcoder-topk-pam-sgd-with-skip-0 --model $model --out "$out/pages"
 sae eval crosscoder-batchtopk-default---0
 sae sparsity crosscoder-batchtopk-default---0 --plot "$out/crosscoder.png"

@@ -1,6 +1,5 @@
 """Files and folders written atomically."""
 
-import csv
 import errno
 import fcntl
 import hashlib
@@ -9,7 +8,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -117,18 +116,6 @@ def write_json(path: Path, document: Any) -> None:
     """Write a JSON document atomically."""
     with appearing_whole(path) as temporary:
         temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
-
-
-def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table atomically, its columns all keys of the lines. NaNs and infinities are empty."""
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    with (
-        appearing_whole(path) as temporary,
-        temporary.open("w", encoding="utf-8", newline="") as file,
-    ):
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(storable(line) for line in lines)
 
 
 def check_place(path: Path) -> None:

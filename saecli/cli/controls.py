@@ -1,6 +1,6 @@
 import typer
 
-from .options import Csv, Device, Json, OwnRun, SplicedModel, Tokens, start
+from .options import Device, Json, OwnRun, SplicedModel, Tokens, start
 
 
 def command(
@@ -9,7 +9,6 @@ def command(
     model: SplicedModel = None,
     tokens: Tokens = None,
     device: Device = "auto",
-    csv: Csv = None,
     json: Json = False,
 ) -> None:
     """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
@@ -32,5 +31,4 @@ def command(
 
     session = start(ctx)
     document = session.call(controls)
-    session.write(document["controls"])
     session.print_result_and_notes(document, controls_table(document))

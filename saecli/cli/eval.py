@@ -3,19 +3,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from .options import (
-    Csv,
-    Data,
-    Device,
-    Json,
-    Plot,
-    Runs,
-    SplicedModels,
-    SplitName,
-    Target,
-    Tokens,
-    start,
-)
+from .options import Data, Device, Json, Plot, Runs, SplicedModels, SplitName, Target, Tokens, start
 
 
 def command(
@@ -42,15 +30,12 @@ def command(
     ] = False,
     device: Device = "auto",
     plot: Plot = None,
-    csv: Csv = None,
     json: Json = False,
 ) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE saved by this tool, SAELens,
-    sparsify, dictionary_learning or Gemma Scope. Several runs make one table, sparsest first. A run is marked *
-    (unbeaten in --csv and --json) if every other run on the same rows with at most 1.05 times its L0 is worse in FVU,
-    or with --model in CE recovered or KL.
+    sparsify, dictionary_learning or Gemma Scope. Several runs make one table, sparsest first.
 
     Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
     only for SAEs trained here.
@@ -86,10 +71,7 @@ def command(
         effect = together(everything, model, tokens, console)
     runs_measured = compare_measured(everything, None if at_once else model, tokens, console)
     ranked = measures.sparsest_first(runs_measured)
-    document: dict[str, Any] = {
-        "runs": runs_measured,
-        "unbeaten_means": measures.meaning(runs_measured[0]),
-    }
+    document: dict[str, Any] = {"runs": runs_measured}
     tables = measures.evaluation_tables(ranked, model or [])
     if at_once:
         document["together"] = effect
@@ -107,5 +89,4 @@ def command(
             second = plot.with_stem(f"{plot.stem}-stability")
             pictures.stability(second, document["stability"])
             console.note(f"drew {second}")
-    session.write([measures.flat(run) for run in ranked])
     console.print_result(document, *tables)

@@ -5,20 +5,12 @@ import typer
 from .options import Json, Out, Runs, start
 
 
-def formats() -> list[str]:
-    """The formats that can be written, for shell completion."""
-    from ..sae.formats import WRITABLE
-
-    return [name for name in WRITABLE if name != "native"]
-
-
 def command(
     ctx: typer.Context,
     to: Annotated[
         str,
         typer.Option(
             metavar="FORMAT",
-            autocompletion=formats,
             help="Write for saelens, sparsify or dictionary-learning; a transcoder also for circuit-tracer.",
         ),
     ],

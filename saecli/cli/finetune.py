@@ -10,7 +10,7 @@ import typer
 from ..base.errors import ConfigError
 from ..base.home import checked_name, now
 from ..train.finetune_options import FINETUNED
-from .options import Data, Given, Json, Runs, Session, configured, home_of, start
+from .options import Data, Given, Json, Runs, Session, configured, start
 from .train import Resume, demand_alone, train_and_print
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ def command(
         typer.Option(
             help="Name of the new run.",
             show_default="finetune, activation and a number",
-            autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
         ),
     ] = None,
     resume: Resume = False,

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from itertools import product
@@ -13,7 +13,7 @@ import typer
 
 from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
-from ..base.files import demand_place, is_free, write_csv
+from ..base.files import demand_place, is_free
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
 from ..extract.options import Site as SiteName
@@ -238,19 +238,6 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def store_names(ctx: typer.Context) -> list[str]:
-    """Names of stores, for shell completion; likewise below."""
-    return home_of(ctx).stores.names()
-
-
-def run_names(ctx: typer.Context) -> list[str]:
-    return home_of(ctx).runs.names()
-
-
-def home_of(ctx: typer.Context) -> Home:
-    return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
-
-
 def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list[str] | None:
     """The runs that are named, or match patterns; RunError before anything slow is imported if there is no run."""
     home = ctx.find_root().obj  # None during completion
@@ -262,7 +249,6 @@ def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list
 _RUN: dict[str, Any] = {
     "metavar": "RUN",
     "show_default": "the newest run",
-    "autocompletion": run_names,
     "callback": _chosen_runs,
 }
 Run = Annotated[
@@ -287,7 +273,6 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         help="Activation store, by name or folder; for a crosscoder several, in order.",
-        autocompletion=store_names,
         show_default="the one that the run was trained on, else the newest",
     ),
 ]
@@ -295,7 +280,6 @@ Target = Annotated[
     str | None,
     typer.Option(
         help="Store of a transcoder's targets.",
-        autocompletion=store_names,
         show_default="the one that the run was trained on",
     ),
 ]
@@ -354,9 +338,6 @@ Out = Annotated[Path, typer.Option(help="Write into this folder, new or empty.")
 Plot = Annotated[
     Path | None, typer.Option(help="Save a picture here (PNG, PDF or SVG by its ending).")
 ]
-Csv = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="Write the measures here, with every digit.")
-]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr."),
@@ -376,13 +357,6 @@ class Session:
         options = {name: value for name, value in self.options.items() if name in names}
         return function(**{**options, "home": self.home, "progress": self.console, **others})
 
-    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table where `--csv` says."""
-        csv = self.options["csv"]
-        if csv is not None:
-            write_csv(Path(csv), lines)
-            self.console.note(f"wrote {csv}")
-
     def print_result_and_notes(self, document: dict[str, Any], *shown: Any) -> None:
         """Print the document's notes on stderr, and then the result."""
         for note in document["notes"]:
@@ -391,9 +365,9 @@ class Session:
 
 
 def start(ctx: typer.Context, new: Path | None = None) -> Session:
-    """Begin a command. ConfigError if a path of `--plot`, `--csv` or `--html` cannot be written, or the folder `new`
-    holds something."""
-    plot, csv, html = (ctx.params.get(name) for name in ("plot", "csv", "html"))
+    """Begin a command. ConfigError if a path of `--plot` or `--html` cannot be written, or the folder `new` holds
+    something."""
+    plot, html = (ctx.params.get(name) for name in ("plot", "html"))
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 
@@ -405,7 +379,7 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
     if new is not None:
         existing = next(folder for folder in (new, *new.absolute().parents) if folder.is_dir())
         demand_place(existing / "index.html")
-    for path in (plot, csv, html):
+    for path in (plot, html):
         if path is not None:
             demand_place(Path(path))
     given = {name for name in ctx.params if is_given(ctx, name)}

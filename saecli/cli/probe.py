@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Csv, Device, Json, Layer, Model, Module, Plot, Runs, Site, start
+from .options import Device, Json, Layer, Model, Module, Plot, Runs, Site, start
 
 
 def command(
@@ -38,7 +38,6 @@ def command(
     ] = None,
     device: Device = "auto",
     plot: Plot = None,
-    csv: Csv = None,
     json: Json = False,
 ) -> None:
     """Compare sparse probes on latents with dense probes on activations.
@@ -65,10 +64,4 @@ def command(
 
         probes(plot, document)
         session.console.note(f"drew {plot}")
-    session.write(
-        [
-            line | {"latents": " ".join(map(str, line.get("latents", ())))}
-            for line in document["by_set"]
-        ]
-    )
     session.console.print_result(document, *probe_tables(document))

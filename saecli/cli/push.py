@@ -2,8 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .export import formats
-from .options import Data, Device, Json, SplicedModel, Target, Tokens, run_names, start
+from .options import Data, Device, Json, SplicedModel, Target, Tokens, start
 
 
 def command(
@@ -14,7 +13,6 @@ def command(
             metavar="RUN",
             help="Run name, folder that holds an SAE, or a pattern such as 't-*' of a set of transcoders, one per "
             "layer.",
-            autocompletion=run_names,
         ),
     ],
     repo: Annotated[
@@ -36,7 +34,6 @@ def command(
         typer.Option(
             "--format",
             metavar="auto|FORMAT",
-            autocompletion=lambda: ["auto", "native", *formats()],
             help="native, or a format of sae export. auto: saelens if it can express the SAE, else native; "
             "circuit-tracer for a set.",
         ),

@@ -4,18 +4,14 @@ from typing import Annotated, Literal
 import typer
 
 from ..base.errors import ConfigError, counted, size_words
-from .options import Json, run_names, start, store_names
+from .options import Json, start
 
 
 def command(
     ctx: typer.Context,
     names: Annotated[
         list[str],
-        typer.Argument(
-            metavar="NAME",
-            help="Names of stores and runs.",
-            autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)],
-        ),
+        typer.Argument(metavar="NAME", help="Names of stores and runs."),
     ],
     kind: Annotated[
         Literal["store", "run"] | None,

@@ -15,16 +15,7 @@ from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
 from ..train.options import TRAINED, TrainingConfig
-from .options import (
-    Given,
-    Json,
-    Session,
-    configured,
-    home_of,
-    run_names,
-    start,
-    store_names,
-)
+from .options import Given, Json, Session, configured, start
 
 if TYPE_CHECKING:
     from ..extract.streaming import Streamed
@@ -88,7 +79,6 @@ def command(
             help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
             "with --each any, also by patterns such as 'mlp-*'.",
             show_default="the newest",
-            autocompletion=store_names,
         ),
     ] = None,
     each: Annotated[
@@ -105,7 +95,6 @@ def command(
             help="Store of the same tokens to predict from --data, for a transcoder; with --each a pattern, such as "
             "'mlp-*-mlp_out', of one store for each layer.",
             show_default="--data itself",
-            autocompletion=store_names,
         ),
     ] = None,
     init: Annotated[
@@ -117,7 +106,6 @@ def command(
             "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
             "it was if its loss on a tenth of the training documents, kept out of training, does not fall.",
             show_default="random directions",
-            autocompletion=run_names,
         ),
     ] = None,
     layer: Annotated[
@@ -147,7 +135,6 @@ def command(
         typer.Option(
             help="Name of the run; with --each, before the store's.",
             show_default="solver, activation and a number",
-            autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
         ),
     ] = None,
     resume: Resume = False,
@@ -202,8 +189,7 @@ def demand_alone(session: Session) -> None:
 def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
     """Groups of runs to train together: one for each store of `--each`, with a run for each combination of options."""
     from ..train.fit import make_plan
-    from ..train.jobs import Job, claim_folder, known_job
-    from ..train.jobs import run_names as names_of
+    from ..train.jobs import Job, claim_folder, known_job, run_names
     from ..train.runs import Run
     from ..train.start import Start
 
@@ -224,7 +210,7 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
         begun = start_sae is not None
         source, rows_of = _rows(session, options[0].values, (data, target), claims, begun)
         prefix = f"{name or stem}-{Path(data[0]).name}" if each else name
-        names = names_of(prefix, [option.varied for option in options])
+        names = run_names(prefix, [option.varied for option in options])
         plans = [make_plan(rows_of, solver, act, option.values, start_sae) for option in options]
         new = []
         for run_name, option, plan in zip(names, options, plans, strict=True):

@@ -1,6 +1,5 @@
 """Reconstruction, sparsity, known features found, and the effect on a language model."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from ..extract.passes import Passes
 
 TOGETHER = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "ce_mean", "tokens")
-LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
-# Compared at similar L0; times its sign, less is better.
-ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}
 MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL, of one SAE
 LEAST_TOKENS = 4096  # of many
@@ -128,8 +124,8 @@ def evaluate(
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
         `extract.passes.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
-        models only so; and `unbeaten`, see there, None for an SAE alone on its rows; for a mixture of texts `sources`,
-        the same measures on the rows of each, with a model over as many tokens again. For a list of SAEs, a list.
+        models only so; for a mixture of texts `sources`, the same measures on the rows of each, with a model over as
+        many tokens again. For a list of SAEs, a list.
     """
     check_tokens(tokens, model)
     listener = listening(progress)
@@ -148,39 +144,7 @@ def compare_measured(
     """As `evaluate`, for SAEs with their rows."""
     documents = evaluate_all(measured_saes, model, tokens, listener)
     note_doubts(documents, measured_saes, listener)
-    for document in documents:
-        document["unbeaten"] = None
-    for members in by_rows(measured_saes):
-        if len(members) > 1:
-            marks = unbeaten([documents[index] for index in members])
-            for index, mark in zip(members, marks, strict=True):
-                documents[index]["unbeaten"] = mark
     return documents
-
-
-def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """For each of several runs on the same rows, whether no other beats it.
-
-    A run is beaten by one whose L0 is at most `LIKE_L0` times its own, and which is no worse in any of the `ERRORS`
-    measured and better in at least one. The condition on errors is a strict partial order, so runs never beat each
-    other in a circle, although L0s are compared with a tolerance: at least one is unbeaten. A run with an error that is
-    not finite beats none, and is not unbeaten.
-    """
-    names = [name for name in ERRORS if all(run.get(name) is not None for run in runs)]
-    errors = [[ERRORS[name] * run[name] for name in names] for run in runs]
-    l0s = [run["l0"] for run in runs]
-    finite = [index for index in range(len(runs)) if all(map(math.isfinite, errors[index]))]
-
-    def beats(other: int, index: int) -> bool:
-        pairs = zip(errors[other], errors[index], strict=True)
-        no_worse = all(theirs <= own for theirs, own in pairs)
-        sparse_enough = l0s[other] <= LIKE_L0 * l0s[index]
-        return sparse_enough and no_worse and errors[other] != errors[index]
-
-    return [
-        index in finite and not any(beats(other, index) for other in finite)
-        for index in range(len(runs))
-    ]
 
 
 def check_tokens(tokens: int | None, model: str | Sequence[str] | None) -> None:
@@ -224,7 +188,7 @@ def evaluate_all(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
+    """As `compare_measured`, without notes on doubtful measures."""
     splices = []
     if model is not None:
         splices = _splices(measured_saes, model, listener)  # raises before the rows are measured

@@ -8,9 +8,7 @@ so the cells that the plane meets are exactly the cells of that small SAE. Sourc
 sections of diagrams in more dimensions. Shapes: D = d_in, F = d_sae, P pixels per side, C cells.
 """
 
-import operator
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,9 +19,9 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.colors import ListedColormap, Normalize, hsv_to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,10 +36,8 @@ from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
 # Lightness falls steadily, so that it reads alike in grey and for the colour-blind.
 SCALE = ListedColormap(matplotlib.colormaps["YlGnBu"](np.linspace(0.15, 0.8, 256)))
-EMPTY = np.array(to_rgb("white"))
-NEUTRAL = np.array(to_rgb("#eeeeee"))
 LINE = "#333333"
-DARKEST, FAINTEST = 0.7, 0.25  # lines between cells
+DARKEST = 0.7  # lines between cells
 POINTS = 1000  # most rows drawn
 FITS = {"kmeans": "k-means", "sae": "the SAE", "local_pca": "local PCA"}
 # How margins and complexity are drawn: of the split measured, and of the other.
@@ -93,10 +89,6 @@ class Plane:
         """Orthogonal projections of rows, (B, D), on the plane, (B, 2)."""
         return (x.double() - self.origin) @ self.basis.T
 
-    def distances(self, x: Tensor) -> Tensor:
-        """Distances of rows, (B, D), from the plane, (B,)."""
-        return (x.double() - self.origin - self.coordinates(x) @ self.basis).norm(dim=1)
-
     def section(self, sae: SAE) -> SAE:
         """The SAE of two dimensions that acts on the plane's coordinates; its reconstructions are projected on it."""
         sae = sae.copy_to(torch.float64)
@@ -141,23 +133,8 @@ def window_of(points: Tensor, held: Tensor) -> Window:
 @dataclass(frozen=True)
 class PlaneCells:
     window: Window  # in the plane's coordinates
-    keys: Sequence[bytes]  # the key of each cell's support, as of `support_keys`, C of them
     kept: NDArray[np.int64]  # number of latents that each cell keeps, (C,)
     labels: NDArray[np.int64]  # the cell of each pixel's centre, (P, P), the lowest row first
-
-    def occupancy(self, keys: Iterable[bytes]) -> NDArray[np.int64]:
-        """Points of the plane in each cell, (C,), in the window or not, given their keys from `keys_at`."""
-        counts = Counter(keys)
-        return np.array([counts[key] for key in self.keys])
-
-
-@torch.no_grad()
-def keys_at(cells: Cells, points: Tensor) -> list[bytes]:
-    """The keys of the cells that points lie in, (M, D), or (M, 2) in a plane's coordinates and its partition."""
-    keys: list[bytes] = []
-    for part in points.split(max(1, BLOCK // cells.sae.d_sae)):
-        keys += support_keys(cells.supports(cells.pre_activations(part)))
-    return keys
 
 
 @torch.no_grad()
@@ -181,7 +158,7 @@ def plane_cells(cells: Cells, window: Window, pixels: int | None = None) -> Plan
                 numbers[key] = len(numbers)
                 kept.append(size)
             labels.append(numbers[key])
-    return PlaneCells(window, list(numbers), np.array(kept), np.array(labels).reshape(P, P))
+    return PlaneCells(window, np.array(kept), np.array(labels).reshape(P, P))
 
 
 def fill(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
@@ -202,16 +179,20 @@ def cell_image(cells: PlaneCells, colours: NDArray[np.float64]) -> NDArray[np.fl
     edge = np.zeros(labels.shape, bool)
     edge[1:] |= labels[1:] != labels[:-1]
     edge[:, 1:] |= labels[:, 1:] != labels[:, :-1]
-    # Full lines would hide cells of a few pixels; if all cells have one colour, only the lines show them.
-    least = FAINTEST if (colours == colours[0]).all() else 0.0
-    image[edge] *= 1 - np.clip(0.75 - 2.5 * edge.mean(), least, DARKEST)
+    # Full lines would hide cells of a few pixels.
+    image[edge] *= 1 - np.clip(0.75 - 2.5 * edge.mean(), 0, DARKEST)
     return image
 
 
+def tints(count: int) -> NDArray[np.float64]:
+    """Pale colours, (count, 3), consecutive ones unlike."""
+    return hsv_to_rgb([(0.618 * number % 1, 0.25, 1) for number in range(count)])
+
+
 def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
-    """Draw the cells, coloured by the number of latents they keep; neutral if that is the same for all."""
+    """Draw the cells, coloured by the number of latents they keep; if all keep equally many, to tell them apart."""
     if cells.kept.min() == cells.kept.max():
-        fill(axes, cells, np.tile(NEUTRAL, (len(cells.kept), 1)))
+        fill(axes, cells, tints(len(cells.kept)))
         return
     scale = Normalize(cells.kept.min(), cells.kept.max())
     fill(axes, cells, SCALE(scale(cells.kept))[:, :3])
@@ -219,24 +200,6 @@ def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
         ScalarMappable(scale, SCALE), ax=axes, shrink=0.75, pad=0.02, label="latents kept"
     )
     bar.locator = MaxNLocator(6, integer=True)
-
-
-def fill_by_occupancy(
-    axes: Axes, cells: PlaneCells, occupancy: NDArray[np.int64], label: str
-) -> None:
-    """Draw the cells, coloured by their numbers of rows, (C,), white for none."""
-    most = max(2, int(occupancy.max(initial=0)))
-    scale = LogNorm(1, most)
-    colours = np.where(
-        (occupancy > 0)[:, None], SCALE(scale(np.maximum(occupancy, 1)))[:, :3], EMPTY
-    )
-    fill(axes, cells, colours)
-    bar = axes.figure.colorbar(
-        ScalarMappable(scale, SCALE), ax=axes, shrink=0.75, pad=0.02, label=f"{label}; white: none"
-    )
-    bar.locator = LogLocator(subs=(1, 2, 5) if most <= 200 else (1,))
-    bar.ax.minorticks_off()
-    bar.ax.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
@@ -266,25 +229,25 @@ def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
 
 @torch.no_grad()
 def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Tensor]) -> Figure:
-    """Draw the geometry of an SAE in six panels, on the plane through the `marked` rows, (D,) each, by number, or on
+    """Draw the geometry of an SAE in five panels, on the plane through the `marked` rows, (D,) each, by number, or on
     the plane of the first two principal components."""
     document, D = measured.document, measured.run.sae.d_in
     fvus = {name: number(document["references"][f"{key}_fvu"]) for key, name in FITS.items()}
-    with figure(path, 12, 9.4) as drawn:
-        parts: Any = drawn.subfigures(2, 1, height_ratios=[2, 1.1])
-        above, below = parts
+    with figure(path, 12, 6.2) as drawn:
+        halves: Any = drawn.subfigures(1, 2, width_ratios=[1.2, 1])
+        left, right = halves
         drawn.suptitle(
             f"{short(document['run'])} on {short(document['data'])}; FVU of "
             + ", ".join(f"{name} {fvu}" for name, fvu in fvus.items()),
             fontsize=12,
         )
-        draw_cells(above, measured, marked)
-        below.suptitle(
+        draw_cells(left.subplots(), measured, marked)
+        right.suptitle(
             "Cells and margins of the rows" + (f", in all {D:,} dimensions" if D > 2 else ""),
             fontsize=10.5,
             fontweight="bold",
         )
-        margins, complexity, growth, sizes = below.subplots(1, 4)
+        (margins, complexity), (growth, sizes) = right.subplots(2, 2)
         _draw_margins(margins, measured)
         _draw_complexity(complexity, measured)
         _draw_growth(growth, measured.census.growth)
@@ -292,23 +255,19 @@ def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Te
     return drawn
 
 
-def draw_cells(part: SubFigure, measured: Geometry, marked: Mapping[int, Tensor]) -> None:
-    """The cells on a plane twice: by the latents they keep, with rows as dots, and by the rows projected onto them."""
+def draw_cells(axes: Axes, measured: Geometry, marked: Mapping[int, Tensor]) -> None:
+    """The cells on a plane by the latents they keep, with rows as dots."""
     sae, x = measured.run.sae, torch.from_numpy(measured.sample)
     plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(x.numpy())
     points = plane.coordinates(x)
     marks = {row: plane.coordinates(x_row[None]) for row, x_row in marked.items()}
-    section = cells_of(plane.section(sae))
-    cells = plane_cells(section, window_of(points, torch.cat([points[:0], *marks.values()])))
-    keys = keys_at(section, points)
-    size, occupancy = part.subplots(1, 2)
-
-    fill_by_size(size, cells)
-    dots = scatter(size, points.numpy(), {row: at[0].numpy() for row, at in marks.items()})
-    projected = sae.d_in > 2
+    window = window_of(points, torch.cat([points[:0], *marks.values()]))
+    cells = plane_cells(cells_of(plane.section(sae)), window)
+    fill_by_size(axes, cells)
+    dots = scatter(axes, points.numpy(), {row: at[0].numpy() for row, at in marks.items()})
     if marked:
         place = f"on the plane through rows {', '.join(map(str, marked))}"
-    elif projected:
+    elif sae.d_in > 2:
         place = "on the plane of principal components 1 and 2"
     else:
         place = "in the space of the rows"
@@ -316,27 +275,12 @@ def draw_cells(part: SubFigure, measured: Geometry, marked: Mapping[int, Tensor]
         colour = f"{counted(int(cells.kept[0]), 'latent')} kept in each"
     else:
         colour = "colour: latents kept"
-    onto = " projected onto it" if projected else ""
-    size.set_title(
-        f"{counted(len(cells.keys), 'cell')} {place}\n{colour}; dots: {counted(dots, 'row')}{onto}"
+    onto = " projected onto it" if sae.d_in > 2 else ""
+    axes.set(
+        title=f"{counted(len(cells.kept), 'cell')} {place}\n{colour}; dots: {counted(dots, 'row')}{onto}",
+        xlabel="first axis, in units of the rows",
+        ylabel="second axis, in units of the rows",
     )
-
-    rows = counted(len(points), "row")
-    if projected:
-        label = "rows projected onto the cell"
-        inside = sum(map(operator.eq, keys, keys_at(cells_of(sae), x)))
-        distance = float(plane.distances(x).median())
-        title = (
-            f"{rows} projected onto the cells, {inside:,} really inside\n"
-            f"median distance to the plane: {distance:.3g}"
-        )
-    else:
-        label, title = "rows in the cell", f"{rows} in the cells"
-    fill_by_occupancy(occupancy, cells, cells.occupancy(keys), label)
-    occupancy.set_title(title)
-    for axes in (size, occupancy):
-        axes.set_xlabel("first axis, in units of the rows")
-    size.set_ylabel("second axis, in units of the rows")
 
 
 def _draw_splits(axes: Axes, values: Mapping[str, NDArray], bins: list[float]) -> None:
@@ -365,8 +309,7 @@ def _draw_margins(axes: Axes, measured: Geometry) -> None:
         return
     every = np.concatenate(list(values.values()))
     low, high = np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05
-    missing = max(0.0, 1 - (high - low)) / 2  # ticks need a decade
-    _draw_splits(axes, values, np.logspace(low - missing, high + missing, 41).tolist())
+    _draw_splits(axes, values, np.logspace(low, high, 41).tolist())
     log_scale(axes, "x")
 
 
@@ -402,8 +345,8 @@ def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
         ylabel="cells visited",
         title=f"{counted(int(cells[-1]), 'cell')} visited by {counted(int(rows[-1]), 'row')}",
     )
-    log_scale(axes, "x", whole=True)
-    log_scale(axes, "y", whole=True)
+    log_scale(axes, "x")
+    log_scale(axes, "y")
 
 
 def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
@@ -416,6 +359,6 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
         ylabel="rows that lie in it",
         title=f"{counted(int((sizes == 1).sum()), 'cell')} with one row",
     )
-    log_scale(axes, "x", whole=True)
+    log_scale(axes, "x")
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
-    log_scale(axes, "y", whole=True)
+    log_scale(axes, "y")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +10,11 @@ from rich.console import Group, RenderableType
 from ..base.documents import point_words
 from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
-from ..measure.evaluate import ERRORS, LIKE_L0, TOGETHER
+from ..measure.evaluate import TOGETHER
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
-from .tables import Document, before_and_after, records_table, spelt, table
+from .tables import Document, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -74,8 +73,6 @@ def sparsest_first(runs: Sequence[Document]) -> list[Document]:
 def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list[RenderableType]:
     """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
     title = "sparsest first" if len(ranked) > 1 else None
-    if any(run["unbeaten"] is not None for run in ranked):
-        title = f"{title}; {meaning(ranked[0])}"
     shown = [comparison(ranked, RECONSTRUCTION, title)]
     prefixes = [
         prefix | {"run": run["run"]} for run in ranked for prefix in run.get("prefixes", ())
@@ -121,38 +118,16 @@ def comparison(
     runs: Sequence[Document], columns: Sequence[str], title: str | None = None
 ) -> RenderableType:
     """A table with some of the runs' measures as columns, one line per run, and after it one per source of a mixture of
-    texts; unbeaten ones are marked."""
+    texts."""
     lines = []
     by_run: Document = {}
     for name, measures in _by_source(runs):
         if "source" not in measures:
             by_run = measures
-            name += " *" if measures.get("unbeaten") else ""
         elif columns[0] not in measures:
             continue
         lines.append({**by_run, **measures, "run": name})
     return records_table(title, lines, ("run", *columns))
-
-
-def meaning(run: Document) -> str:
-    """A sentence on the mark of an unbeaten run."""
-    *others, last = spelt([name for name in ERRORS if run.get(name) is not None])
-    errors = f"{', '.join(others)} or {last}" if others else last
-    return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
-
-
-def flat(run: Document) -> dict[str, Any]:
-    """A run's measures as a line of a table: `l0_first_N` and `fvu_first_N` of prefixes, `l0_on_NAME` of sources."""
-    line = dict(run)
-    for source in line.pop("sources", ()):
-        for name in ("rows", "l0", "fvu", "ce_recovered", "kl"):
-            if name in source:
-                line[f"{name}_on_{source['source']}"] = source[name]
-    for prefix in line.pop("prefixes", ()):
-        line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
-    for index, place in enumerate(line.pop("hook_points", ())):
-        line |= {f"{name}_at_{index}": place[name] for name in EFFECT[:-1]}
-    return line
 
 
 def extremes(run: Document) -> str:
@@ -299,7 +274,7 @@ def controls_table(document: Document) -> RenderableType:
 def refit_table(document: Document) -> RenderableType:
     """The measures of a refitted SAE before and after, on the held-out rows."""
     before, after, final = document["before"], document["after"], document["final"]
-    rows = before_and_after(document, [name for name in REFITTED if name in after])
+    rows = [[*spelt([name]), before[name], after[name]] for name in REFITTED if name in after]
     prefixes = zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)
     for old, new in prefixes:
         rows.append([f"fvu of the first {old['latents']:,}", old["fvu"], new["fvu"]])

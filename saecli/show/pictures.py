@@ -54,7 +54,6 @@ def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figu
             axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
             axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
             axes.set(xlabel="step", ylabel=label)
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             values = np.concatenate([batches[1], rows[1]])
             if not len(values):
                 say_empty(axes)
@@ -124,8 +123,6 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
             ylabel="rows",
             title=f"{short(title)}: {len(order):,} of {d_sae:,} latents fire on these {rows:,} rows",
         )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(6, integer=True))
         if not len(order):
             say_empty(axes, "no latent fires")
             return drawn
@@ -179,7 +176,7 @@ def sparsity(
 
 def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str, str]) -> Figure:
     """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
-    joined; runs that another beats are hollow, runs with a measure that is not finite left out."""
+    joined; runs with a measure that is not finite are left out."""
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
     members: dict[str, list[Document]] = {}
     for run in runs:
@@ -200,10 +197,8 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
                 linestyle="none",
                 color=colour(index),
                 markersize=7,
-                markeredgewidth=1.4,
                 marker=marker(index),
                 clip_on=False,
-                fillstyle="none" if run["unbeaten"] is False else "full",
             )
             if len(runs) == 1:
                 labels.append(short(run["run"]))
@@ -228,10 +223,6 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
                 axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})
         if not runs:
             say_empty(axes)
-        if any(run["unbeaten"] is False for run in runs):
-            hollow = Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none")
-            handles.append(hollow)
-            labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
     return drawn
 

@@ -107,19 +107,13 @@ def short(name: str) -> str:
     )
 
 
-def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
-    """Make an axis, "x" or "y", logarithmic, with plain numbers below three decades, the denser the fewer; `whole`: of
-    counts, without a tick between 1 and 2."""
+def log_scale(axes: Axes, which: str) -> None:
+    """Make an axis, "x" or "y", logarithmic, with plain numbers below two decades."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
-    if low > 0 and high < 1000 * low:
-        subs: Sequence[float] = (1,)
-        if high <= 10 * low:
-            subs = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
-        elif high <= 100 * low:  # else they would overlap with four panels side by side
-            subs = (1, 2, 5)
-        axis.set_major_locator(LogLocator(subs=subs))
+    if low > 0 and high < 100 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 

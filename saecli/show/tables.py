@@ -199,24 +199,6 @@ RESULTS = {
     "test_l0": "L0",
     "dead": "dead latents",
 }
-NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger where codes do not vary
-FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
-    "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
-    "revived": ("latents re-aimed", "dead ones that were given new directions"),
-    "lr": ("peak learning rate", "--lr changes it"),
-    "test_mse": ("held-out MSE", "mean over rows and dimensions"),
-    "relative_alpha": (
-        "ridge of the decoder step",
-        "over the Gram matrix's mean diagonal; --alpha changes it",
-    ),
-    "condition": (
-        "condition of the decoder step",
-        "the solve loses its log10 of float64's 15 digits",
-    ),
-    "dof": ("effective degrees of freedom", "decoder vectors that the rows determine, of d_sae"),
-    "released": ("decoder released", "trained by gradient in the second half; --release"),
-    "residual": ("residual of the decoder step", "of its iterative solve, relative"),
-}
 
 
 def results_table(documents: Sequence[Document], varied: Sequence[str] = ()) -> RenderableType:
@@ -246,10 +228,6 @@ def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
     if not compared:
         return []
     names = [name for name in COMPARED if name in compared[0]["before"]]
-    if len(compared) == 1:
-        (document,) = compared
-        title = f"{document['run']} on held-out rows; the SAE {document['kept']} training is kept"
-        return [table(title, ["measure", "before", "after"], before_and_after(document, names))]
     lines = [
         one | one["before"] | {f"{name}_after": one["after"][name] for name in names}
         for one in compared
@@ -258,46 +236,20 @@ def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
     return [records_table("held-out rows, before training and after", lines, columns)]
 
 
-def before_and_after(document: Document, names: Iterable[str]) -> list[list[Any]]:
-    """A line for each measure: its name, and its values in `before` and `after` of a document."""
-    before, after = document["before"], document["after"]
-    return [[*spelt([name]), before[name], after[name]] for name in names]
-
-
 def figures_table(documents: Sequence[Document]) -> RenderableType:
-    """Runs' other measures and their solvers' figures, a line each; for a single run with their meanings."""
-    names = {name for document in documents for name in document["final"]}
-    names -= {*RESULTS, "run", "dead_fraction", "alpha"}
-    order = [*(name for name in FIGURES if name in names), *sorted(names - {*FIGURES})]
-    described = [FIGURES.get(name, (name.replace("_", " "), "")) for name in order]
-    if len(documents) == 1:
-        (document,) = documents
-        epochs, steps = counted(document["epochs"], "epoch"), counted(document["steps"], "step")
-        title = f"{document['solver']}: {epochs}, {steps} in {document['seconds']:.0f} s"
-        rows = [
-            [label, _figure(name, document), meaning]
-            for name, (label, meaning) in zip(order, described, strict=True)
-        ]
-        return table(title, ["figure", "value", "meaning"], rows)
-    rows = [
-        [
-            document["run"],
-            document["steps"],
-            round(document["seconds"]),
-            *(_figure(name, document) for name in order),
-        ]
+    """A line per run: its steps, its other measures and its solver's figures, by their names in `--json`."""
+    names = dict.fromkeys(name for document in documents for name in document["final"])
+    shown = [name for name in names if name not in {*RESULTS, "dead_fraction", "alpha"}]
+    lines = [
+        {
+            **dict.fromkeys(shown),
+            **document,
+            **document["final"],
+            "seconds": round(document["seconds"]),
+        }
         for document in documents
     ]
-    return table(None, ["run", "steps", "seconds", *(label for label, _ in described)], rows)
-
-
-def _figure(name: str, document: Document) -> Any:
-    value = document["final"].get(name)
-    if name == "released" and value is not None:
-        return "yes" if value else "no"
-    if name == "relative_alpha" and value is not None and value > NO_VARIANCE:
-        return None
-    return value
+    return records_table(None, lines, ["run", "epochs", "steps", "seconds", *shown])
 
 
 def _median_line(label: str, measures: Document) -> list[Any]:

@@ -1,7 +1,5 @@
 """`sae eval` and `sae sparsity` against numpy in float64 over the same rows."""
 
-import csv
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ from saecli.store.split import is_test
 
 JSON_KEYS = """
 run data split rows mse fvu explained_variance cosine l0 l1 silent_fraction massive_rows
-massive_variance ordinary_fvu dead_fraction unbeaten
+massive_variance ordinary_fvu dead_fraction
 """
 KEYS = JSON_KEYS.split()
 
@@ -95,37 +93,29 @@ def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(
     save(SavedSAE(random_sae()), "sparsify", tmp_path / "theirs")
     theirs = sae("eval", tmp_path / "theirs", "--json").json["runs"][0]
     assert theirs["dead_fraction"] is None
-    assert " - │" in sae("eval", tmp_path / "theirs", "--csv", tmp_path / "x.csv").out
-    assert (tmp_path / "x.csv").read_text().endswith(",,\n")
+    assert " - │" in sae("eval", tmp_path / "theirs").out
 
 
 def exact_sae(k: int = D) -> SAE:
     return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
 
 
-def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
+def test_runs_make_one_table_sparsest_first(sae: CommandLine):
     make_run(sae.home, "random", random_sae())  # some 11 latents fire
     make_run(sae.home, "sparse", exact_sae(4))
     make_run(sae.home, "exact", exact_sae())
     out = sae("eval", "random", "exact", "sparse").out
     first = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
-    assert first == ["sparse *", "exact *", "random"]
+    assert first == ["sparse", "exact", "random"]
     document = sae("eval", "random", "exact", "sparse", "--json").json
-    unbeaten = {run["run"]: run["unbeaten"] for run in document["runs"]}
-    assert [*unbeaten.items()] == [("random", False), ("exact", True), ("sparse", True)]
-    assert document["unbeaten_means"] in " ".join(out.split())
+    assert [run["run"] for run in document["runs"]] == ["random", "exact", "sparse"]
 
 
-def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_run(sae.home, name, random_sae(seed=ord(name)), split_seed=seed)
-    different = sae("eval", "a", "c")
-    assert "*" not in sae("eval", "a").out + different.out
-    assert "measured on different rows" in different.err
+def test_runs_of_different_splits_are_said_to_be_measured_on_different_rows(sae: CommandLine):
+    for name, seed in (("a", 0), ("c", 1)):
+        make_run(sae.home, name, random_sae(), split_seed=seed)
+    assert "measured on different rows" in sae("eval", "a", "c").err
     assert len(sae("eval", "a", "a", "--json").json["runs"]) == 1
-    assert [run["unbeaten"] for run in sae("eval", "a", "c", "--json").json["runs"]] == [None, None]
-    *beside, alone = (run["unbeaten"] for run in sae("eval", *"abc", "--json").json["runs"])
-    assert alone is None and {*beside} <= {True, False} and any(beside)
 
 
 def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: CommandLine, tmp_path):
@@ -138,38 +128,16 @@ def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: Comman
         assert theirs[key] == pytest.approx(native[key], rel=1e-4)
 
 
-def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLine, tmp_path: Path):
+def test_a_picture_of_runs_is_drawn(sae: CommandLine, tmp_path: Path):
     make_run(sae.home, "random", random_sae())
     make_run(sae.home, "exact", exact_sae())
-    files = ("--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png")
-    runs = sae("eval", "random", "exact", *files, "--json").json["runs"]
+    sae("eval", "random", "exact", "--plot", tmp_path / "x.png").succeeds()
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / "x.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [line["run"] for line in lines] == ["exact", "random"]
-    for line, run in zip(lines, reversed(runs), strict=True):
-        assert list(line) == KEYS
-        assert line.pop("unbeaten") == str(run.pop("unbeaten"))
-        assert {key: type(run[key])(value) if value else None for key, value in line.items()} == run
 
 
-def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tmp_path: Path):
+def test_an_fvu_of_rows_that_do_not_vary_is_null(sae: CommandLine):
     make_store(sae.home, "constant", np.ones((3000, D), np.float32))
     make_run(sae.home, "run", random_sae(), data="constant")
-    assert sae("eval", "run", "--csv", tmp_path).status == 2  # a folder
-    (tmp_path / "x.csv").write_text("old")
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))
-    try:
-        done = sae("eval", "run", "--csv", tmp_path / "x.csv")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
-    assert (done.status, (tmp_path / "x.csv").read_text(), done.out) == (1, "old", "")
-    assert f"the disk is full, writing {tmp_path / 'x.csv'}" in done.err
-    assert [path.name for path in tmp_path.glob("*.csv*")] == ["x.csv"]
-    assert sae("eval", "run", "--csv", tmp_path / "x.csv").status == 0
-    with (tmp_path / "x.csv").open(newline="") as file:
-        assert next(csv.DictReader(file))["fvu"] == ""  # rows that do not vary
     assert sae("eval", "--json").json["runs"][0]["fvu"] is None
 
 

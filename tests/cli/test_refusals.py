@@ -25,7 +25,6 @@ WRONG = [
     ("extract --site resid-pre", "did you mean resid_pre?"),
     ("eval run --device toaster", "LAST"),
     ("eval --split half", "--split"),
-    ("eval run --csv nowhere/a.csv", "LAST"),
     ("eval run --data wide", "--data"),
     ("eval x --plot file.png/a.png", "LAST"),
     ("sparsity run --plot picture.docx", "--plot"),

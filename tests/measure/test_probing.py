@@ -1,6 +1,5 @@
 """`sae probe`: probes against scikit-learn's own search, activations against plain forward passes, planted labels."""
 
-import csv
 import os
 import random
 import sys
@@ -145,8 +144,8 @@ WORDS = ("--rows", "60", "--k", "8", "--k", "2")
 
 @pytest.mark.slow
 def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, tmp_path: Path):
-    table, picture = tmp_path / "probes.csv", tmp_path / "probes.png"
-    words = ("--sets", "5_*,12_no*", "--json", "--csv", table, "--plot", picture)
+    picture = tmp_path / "probes.png"
+    words = ("--sets", "5_*,12_no*", "--json", "--plot", picture)
     done = home("probe", "first", "second", *WORDS, *words)
     document = done.json
     options = {"sets": ["5_last_word", "12_no word"], "rows": 60, "k": (2, 8), "home": home.home}
@@ -175,10 +174,6 @@ def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, t
         if line["k"] != 2:
             assert of_word["auc"] > 0.97 and of_word["accuracy"] > 0.9
     assert len(word[1]["latents"]) == 8 and word[1]["latents"][:2] == word[0]["latents"]
-    read = list(csv.DictReader(table.read_text().splitlines()))
-    assert [line["set"] for line in read] == [line["set"] for line in document["by_set"]]
-    assert float(read[0]["auc"]) == word[0]["auc"]
-    assert read[1]["latents"].split() == list(map(str, word[1]["latents"]))
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 

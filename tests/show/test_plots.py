@@ -37,8 +37,8 @@ def matched(*runs: tuple) -> dict[str, Any]:
 
 
 def compared(*runs: tuple) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The measures of runs, and their families, given name, L0, FVU, family and whether it is unbeaten."""
-    columns = ("run", "l0", "fvu", "family", "unbeaten")
+    """The measures of runs, and their families, given name, L0, FVU and family."""
+    columns = ("run", "l0", "fvu", "family")
     measures = [dict(zip(columns, run, strict=True)) for run in runs]
     return measures, {run["run"]: run["family"] for run in measures}
 
@@ -47,8 +47,8 @@ def legend_of(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-ALONE = ("one", 32.0, 0.2, "relu", None)
-WORSE = ("one", 32.0, float("nan"), "relu", False)
+ALONE = ("one", 32.0, 0.2, "relu")
+NO_FVU = ("one", 32.0, float("nan"), "relu")
 DRAW: dict[str, tuple[Any, ...]] = {  # the function, and its arguments after the path
     "loss curves": (loss_curves, "one", LINES),
     "loss curves of no number": (loss_curves, "one", [NO_NUMBER]),
@@ -61,10 +61,10 @@ DRAW: dict[str, tuple[Any, ...]] = {  # the function, and its arguments after th
     "patterns of no rows": (patterns, torch.zeros(0, 7), "one"),
     "patterns of silent latents": (patterns, np.zeros((4, 7)), "one"),
     "patterns of many latents": (patterns, np.eye(50, 4000), "one"),
-    "frontier": (frontier, *compared(ALONE, ("two", 500.0, 0.01, "topk", True))),
+    "frontier": (frontier, *compared(ALONE, ("two", 500.0, 0.01, "topk"))),
     "frontier of one": (frontier, *compared(ALONE)),
     "frontier of none": (frontier, *compared()),
-    "frontier of no number": (frontier, *compared(WORSE, ("two", 0.0, 0.0, "relu", True))),
+    "frontier of no number": (frontier, *compared(NO_FVU, ("two", 0.0, 0.0, "relu"))),
     "stability": (stability, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))),
     "stability of none": (stability, matched()),
     "stability of silent latents": (stability, matched(([0.5, 0.1], [0, 0], [0, 0]))),
@@ -159,14 +159,12 @@ def test_patterns_show_sizes_with_the_most_frequent_latents_first(
     )
 
 
-def test_frontier_draws_beaten_runs_hollow_and_joins_families(
-    drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_frontier_draws_each_run_and_joins_families(drawn: list[Figure], tmp_path: Path) -> None:
     runs = (
-        ("a", 10.0, 0.3, "topk", False),
-        ("b", 20.0, 0.2, "topk", True),
-        ("c", 20.0, 0.25, "relu", False),
-        ("d", 5.0, 0.3, "relu", None),
+        ("a", 10.0, 0.3, "topk"),
+        ("b", 20.0, 0.2, "topk"),
+        ("c", 20.0, 0.25, "relu"),
+        ("d", 5.0, 0.3, "relu"),
     )
     frontier(tmp_path / "x.png", *compared(*runs))
     lines = drawn[0].axes[0].lines
@@ -175,8 +173,6 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(
         for line in lines
         if line.get_linestyle() == "None"
     }
-    styles = [shown[l0, fvu].get_fillstyle() for _, l0, fvu, _, _ in runs]
-    assert styles == ["none", "full", "none", "full"]
     assert (
         shown[10.0, 0.3].get_color() == shown[20.0, 0.2].get_color() != shown[5.0, 0.3].get_color()
     )
@@ -184,9 +180,7 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(
         [5, 20],
         [10, 20],
     ]
-    *labels, hollow = legend_of(drawn[0])
-    assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)"]
-    assert hollow.startswith("hollow")
+    assert legend_of(drawn[0]) == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)"]
 
 
 def test_stability_draws_cosines_and_match_fractions_by_frequency(

@@ -192,14 +192,13 @@ def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solv
     done = sae("train", "--solver", solver, *QUICK[:-1], "--name", "run")
     result = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["result"]
     final = result["final"]
-    head, line, _, *figures = cells(done.out)
+    head, line, names, figures = cells(done.out)
     assert head == ["run", "data", "d_sae", "FVU", "L0", "dead latents"]
     assert line[:5] == ["run", "rows", "24", f"{final['test_fvu']:.4g}", f"{final['test_l0']:.4g}"]
-    shown = {name: value for name, value, _ in figures}
-    assert shown["peak learning rate"] == f"{final['lr']:.4g}"
+    shown = dict(zip(names, figures, strict=True))
+    assert shown["lr"] == f"{final['lr']:.4g}"
     solves = solver == "pam-sgd"
-    assert ("ridge of the decoder step" in shown) == solves == bool(result["decoder_steps"])
-    assert all(meaning for _, _, meaning in figures)
+    assert ("relative alpha" in shown) == solves == bool(result["decoder_steps"])
     folder = sae.home / "runs" / "run"
     assert done.out.endswith(f"saved in {folder}; loss.png there has its curves\n")
 
@@ -213,7 +212,7 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
     assert head == ["run", "seed", "data", "d_sae", "FVU", "L0", "dead latents"]
     assert [f"{line[3]} {line[1]}" for line in lines[:4]] == ["24 0", "24 1", "16 0", "16 1"]
     figures = [line for line in lines[4:] if line[0].startswith("x-")]
-    assert lines[4][:3] == ["run", "steps", "seconds"]
+    assert lines[4][:4] == ["run", "epochs", "steps", "seconds"]
     assert [line[0] for line in figures[:4]] == [line[0] for line in lines[:4]]
     assert sae(*words, "alone", "--d-sae", "16", "--seed", "1").status == 0
     assert_same_weights(sae.home, lines[3][0], "alone")
