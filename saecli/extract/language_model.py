@@ -24,17 +24,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..base.devices import device_named, moved
+from ..base.devices import moved
 from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
-from .hooks import Modules, blocks_of, first_tensor, folded, is_of_tokens
+from .hooks import Modules, blocks_of, folded
 from .model_objects import LoadedSource
 from .model_source import ModelSource, explained, find_model, from_pretrained
 from .options import SIDES, HookPoint
 from .reads import loaded_norm_factors, norm_factors, weights_read
 
 Taken = TypeVar("Taken")
-LISTED_WINDOWS, LISTED_TOKENS = 2, 5  # of the pass that lists a model's modules
 
 
 class LanguageModel:
@@ -343,48 +342,24 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
     )
 
 
-@torch.no_grad()
-def modules_document(model: str, revision: str | None, device: str) -> dict[str, Any]:
-    """Run a model over a few tokens, and describe the modules that ran.
+def modules_document(model: str, revision: str | None) -> dict[str, Any]:
+    """The modules of a model, without loading its weights.
 
     Returns:
-        `model`, and as `modules`, in the order in which they end, each with its name, `*` for the number of a layer or
-        an expert, the `layers` that have it so, none outside of blocks, and as `in` and `out` None or the `shape` of
-        the first tensor there, of 2 windows of 5 tokens, the dimensions `d_in` of its rows, None if it is no hook
-        point, and the `site` that it is.
+        `model`, and as `modules` each with its name, `*` for the number of a layer or an expert, the `layers` that
+        have it so, none outside of blocks, and as `in` and `out` the site that this side of it is, or None.
     """
-    loaded = LanguageModel(find_model(model, revision), device_named(device))
-    modules = loaded.modules
+    source = find_model(model, revision)
+    modules = modules_of(source)
     in_block = re.compile(rf"{re.escape(modules.path)}\.(\d+)(?:\.|$)")
-    lines: list[dict[str, Any]] = []
-
-    def note(path: str, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        line: dict[str, Any] = {"module": folded(modules.name(path)), "layers": []}
-        returned = output if isinstance(output, tuple) else (output,)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        for side, values in zip(SIDES, (given, dict(enumerate(returned))), strict=True):
-            line[side] = None
-            if (key := first_tensor(values)) is not None:
-                shape = list(values[key].shape)
-                d_in = (
-                    shape[-1]
-                    if is_of_tokens(values[key], [LISTED_WINDOWS, LISTED_TOKENS])
-                    else None
-                )
-                line[side] = {"shape": shape, "d_in": d_in, "site": modules.sites.get((path, side))}
-        alike = (other for other in lines if {**other, "layers": []} == line)
-        line = next(alike, line)
-        if line not in lines:
-            lines.append(line)
-        layer = in_block.match(path)
-        if layer is not None and int(layer[1]) not in line["layers"]:
-            line["layers"].append(int(layer[1]))
-
-    with ExitStack() as hooks:
-        for path, module in modules.model.named_modules():
-            if path:
-                hook = module.register_forward_hook(partial(note, path), with_kwargs=True)
-                hooks.enter_context(hook)
-        ones = torch.ones(LISTED_WINDOWS, LISTED_TOKENS, dtype=torch.int64)
-        loaded.forward(ones, ones)
-    return {"model": loaded.source.name, "modules": lines}
+    layers: dict[tuple[str | None, ...], list[int]] = {}
+    for path, _ in modules.model.named_modules():
+        if path:
+            sites = [modules.sites.get((path, side)) for side in SIDES]
+            own = layers.setdefault((folded(modules.name(path)), *sites), [])
+            layer = in_block.match(path)
+            if layer is not None and int(layer[1]) not in own:
+                own.append(int(layer[1]))
+    keys = ("module", *SIDES)
+    lines = [{**dict(zip(keys, line, strict=True)), "layers": own} for line, own in layers.items()]
+    return {"model": source.name, "modules": lines}
