@@ -66,7 +66,7 @@ def command(
         bool,
         typer.Option(
             "--list-modules",
-            help="List the modules of --model, their widths and the sites among them.",
+            help="List the modules of --model and the sites among them.",
         ),
     ] = False,
     device: Device = "auto",
@@ -89,7 +89,7 @@ def command(
         from ..extract.language_model import modules_document
         from ..show.tables import modules_table
 
-        idle = session.given - {"model", "model_revision", "device", "list_modules", "json"}
+        idle = session.given - {"model", "model_revision", "list_modules", "json"}
         if idle:
             raise ConfigError(
                 f"{flag_of(min(idle))} does nothing with --list-modules; leave one of them out"
@@ -97,7 +97,7 @@ def command(
         models = options.get("model", (ExtractConfig.model,))
         if len(models) > 1:
             raise ConfigError(f"--list-modules takes one --model, got {len(models)}; name one")
-        document = modules_document(models[0], options.get("model_revision"), device)
+        document = modules_document(models[0], options.get("model_revision"))
         session.console.print_result(document, modules_table(document))
         return
     layers = options.pop("layer", ())

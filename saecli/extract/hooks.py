@@ -60,12 +60,11 @@ EXPECTED = {
 
 
 class Modules:
-    """The modules of a model, whose blocks are the list at `path`; `all_blocks` has those that are not loaded too."""
+    """The modules of a model, whose blocks are the list at `path`."""
 
-    def __init__(self, model: Any, path: str, all_blocks: nn.ModuleList | None = None) -> None:
+    def __init__(self, model: Any, path: str) -> None:
         self.model, self.path = model, path
         self.blocks = cast(nn.ModuleList, model.get_submodule(path))
-        self.all_blocks = all_blocks or self.blocks
 
     def at(self, point: HookPoint) -> tuple[str, str]:
         """The path of a hook point's module, and its side; ConfigError if its block has none."""

@@ -1,13 +1,13 @@
 """A loaded language model, whose activations are read or replaced at hook points.
 
 They are read by module hooks rather than from `hidden_states`, whose last entry is normalised. Only the blocks wanted
-are loaded; the configuration stays the whole model's, so that they compute the same.
+are kept; the configuration stays the whole model's, so that they compute the same.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,17 +24,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..base.devices import device_named, moved
+from ..base.devices import moved
 from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
-from .hooks import Modules, blocks_of, first_tensor, folded, is_of_tokens
+from .hooks import Modules, blocks_of, folded
 from .model_objects import LoadedSource
 from .model_source import ModelSource, explained, find_model, from_pretrained
 from .options import SIDES, HookPoint
-from .reads import loaded_norm_factors, norm_factors, weights_read
+from .reads import reading_norms, weights_read
 
 Taken = TypeVar("Taken")
-LISTED_WINDOWS, LISTED_TOKENS = 2, 5  # of the pass that lists a model's modules
 
 
 class LanguageModel:
@@ -45,7 +44,7 @@ class LanguageModel:
             and the model predicts masked tokens: `mask_token` is then the token that stands for them, else None.
         dtype: see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
-        last: the last layer to load, where that is safe; None for all.
+        last: the last layer to keep; None for all.
 
     A `LoadedSource` is taken as it is, with its head, dtype and device.
     """
@@ -60,7 +59,6 @@ class LanguageModel:
         last: int | None = None,
     ) -> None:
         self.source, self.device = source, device
-        self._random = weights_seed is not None
         self.mask_token: int | None = None
         if isinstance(source, LoadedSource):
             self._take(source)
@@ -81,14 +79,17 @@ class LanguageModel:
                 self.mask_token = self.tokenizer.mask_token_id
             if head:
                 loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
-            outline = Outline(source, loader, settings)
             if weights_seed is None:
-                model = outline.load(source.layers if last is None else last + 1)
+                self.model: Any = _with_weights(source, loader, settings)
             else:  # drawn on the CPU, the same for every device
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(weights_seed)
-                    model = loader.from_config(source.config, **settings)
-            self.model: Any = model.to(device).eval()
+                    self.model = loader.from_config(source.config, **settings)
+            self.modules = _modules(self.model, source)
+            self._norms = [] if weights_seed is not None else list(map(reading_norms, self.blocks))
+            if last is not None:
+                del self.blocks[last + 1 :]
+            self.model.to(device).eval()
         except SaeError:
             raise
         except Exception as error:
@@ -97,13 +98,13 @@ class LanguageModel:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
         self._demand_tokens()
-        self.modules = Modules(self.model, outline.path, outline.modules.all_blocks)
 
     def _take(self, source: LoadedSource) -> None:
         self.model, self.tokenizer = source.model, source.tokenizer
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
         self.modules = modules_of(source)
+        self._norms = list(map(reading_norms, self.blocks))
 
     def _demand_tokens(self) -> None:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
@@ -192,17 +193,9 @@ class LanguageModel:
 
     def reads(self, point: HookPoint) -> Tensor | None:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
-        if self._random or point.layer is None or not point.has_model_width:
+        if point.layer is None or not point.has_model_width or point.site == "mlp_in":
             return None
-        if point.site == "mlp_in":
-            return None
-        return weights_read(self._norm_factors, point.layer + (point.site != "resid_pre"))
-
-    @cached_property
-    def _norm_factors(self) -> dict[int, list[Tensor]]:
-        if isinstance(self.source, LoadedSource):
-            return loaded_norm_factors(self.blocks)
-        return norm_factors(self.modules.all_blocks, self.modules.path, self.source.location)
+        return weights_read(self._norms[point.layer + (point.site != "resid_pre") :])
 
 
 def _predicts_masked(source: ModelSource) -> bool:
@@ -255,7 +248,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     if isinstance(source, LoadedSource):
         return source.tokenizer
     try:
-        tokenizer = from_pretrained(AutoTokenizer, source.location)
+        tokenizer = from_pretrained(AutoTokenizer, source.location, source.revision)
     except Exception as error:  # the package tokenizers raises nothing more special
         raise explained(source.name, error, "tokenizer of") from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
@@ -267,124 +260,69 @@ def load_tokenizer(source: ModelSource) -> Any:
     return tokenizer
 
 
-class Outline:
-    """A model without weights, and its modules; its blocks are those at `path`."""
-
-    def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
-        with torch.device("meta"):
-            self._whole = loader.from_config(source.config, **settings)
-        self._source, self._settings = source, settings
-        self.path = blocks_of(self._whole, source.layers, source.name)
-        self.modules = Modules(self._whole, self.path)
-
-    def load(self, blocks: int) -> Any:
-        """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
-        self._source.fetch_weights()
-        loaded: Any = type(self._whole)
-        if blocks < self._source.layers and not self._shares_after(blocks):
-            loaded = _cut(loaded, self.path, blocks)
-        model, info = from_pretrained(
-            loaded,
-            self._source.location,
-            config=self._whole.config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # else the error names none
-            **self._settings,
+def _with_weights(source: ModelSource, loader: Any, settings: dict[str, Any]) -> Any:
+    """The whole model; ModelError if its checkpoint lacks weights."""
+    model, info = from_pretrained(
+        loader,
+        source.location,
+        source.revision,
+        config=source.config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # else the error names none
+        **settings,
+    )
+    unfit = {name for name, *_ in info["mismatched_keys"]}
+    if lacking := sorted(unfit | set(info["missing_keys"]) & _needed(model, source)):
+        shape, more = tuple(model.state_dict()[lacking[0]].shape), len(lacking) - 1
+        raise ModelError(
+            f"cannot load the model {source.name}: its checkpoint has no weights of shape {shape} for "
+            f"{lacking[0]}{f' and {more} more' if more else ''}; use a complete checkpoint that its "
+            "config.json describes"
         )
-        for name, *shapes in sorted(info["mismatched_keys"]):
-            raise ModelError(
-                f"cannot load the model {self._source.name}: expected weights of shape {tuple(shapes[1])} "
-                f"for {name}, got {tuple(shapes[0])}; use a checkpoint that its config.json describes"
-            )
-        if lacking := sorted(set(info["missing_keys"]) & self._needed()):
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-            raise ModelError(
-                f"cannot load the model {self._source.name}: its checkpoint has no weights for "
-                f"{lacking[0]}{more}; use a complete checkpoint"
-            )
-        return model
+    return model
 
-    def _shares_after(self, blocks: int) -> bool:
-        """Whether a block after the first ones has parameters that are used elsewhere too."""
-        shared = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)} - {
-            name for name, _ in self._whole.named_parameters()
-        }
-        own = {id(parameter) for parameter in self.modules.blocks[blocks:].parameters()}
-        return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
-    def _needed(self) -> set[str]:
-        """Names of the parameters up to the last block's, or with a head of all: a checkpoint saved for another task
-        may lack modules after the blocks, such as BERT's pooler."""
-        names = [name for name, _ in self._whole.named_parameters()]
-        if self._whole.get_output_embeddings() is not None:
-            return set(names)
-        last = max(index for index, name in enumerate(names) if name.startswith(f"{self.path}."))
-        return set(names[: last + 1])
+def _needed(model: Any, source: ModelSource) -> set[str]:
+    """Names of the parameters up to the last block's, or with a head of all: a checkpoint saved for another task may
+    lack modules after the blocks, such as BERT's pooler."""
+    names = [name for name, _ in model.named_parameters()]
+    if model.get_output_embeddings() is not None:
+        return set(names)
+    blocks = f"{_modules(model, source).path}."
+    last = max(index for index, name in enumerate(names) if name.startswith(blocks))
+    return set(names[: last + 1])
+
+
+def _modules(model: Any, source: ModelSource) -> Modules:
+    return Modules(model, blocks_of(model, source.layers, source.name))
 
 
 def modules_of(source: ModelSource) -> Modules:
     """The modules of a model, without weights unless it is loaded."""
     if isinstance(source, LoadedSource):
-        return Modules(source.model, blocks_of(source.model, source.layers, source.name))
-    return Outline(source, AutoModel, {}).modules
+        return _modules(source.model, source)
+    with torch.device("meta"):
+        return _modules(AutoModel.from_config(source.config), source)
 
 
-def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
-    """The architecture with its first blocks only, under its own name, by which the library reads old checkpoints."""
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        architecture.__init__(self, *args, **kwargs)
-        del self.get_submodule(path)[blocks:]
-
-    return type(
-        architecture.__name__,
-        (architecture,),
-        {"__init__": init, "__module__": architecture.__module__},
-    )
-
-
-@torch.no_grad()
-def modules_document(model: str, revision: str | None, device: str) -> dict[str, Any]:
-    """Run a model over a few tokens, and describe the modules that ran.
+def modules_document(model: str, revision: str | None) -> dict[str, Any]:
+    """The modules of a model, without loading its weights.
 
     Returns:
-        `model`, and as `modules`, in the order in which they end, each with its name, `*` for the number of a layer or
-        an expert, the `layers` that have it so, none outside of blocks, and as `in` and `out` None or the `shape` of
-        the first tensor there, of 2 windows of 5 tokens, the dimensions `d_in` of its rows, None if it is no hook
-        point, and the `site` that it is.
+        `model`, and as `modules` each with its name, `*` for the number of a layer or an expert, the `layers` that
+        have it so, none outside of blocks, and as `in` and `out` the site that this side of it is, or None.
     """
-    loaded = LanguageModel(find_model(model, revision), device_named(device))
-    modules = loaded.modules
+    source = find_model(model, revision)
+    modules = modules_of(source)
     in_block = re.compile(rf"{re.escape(modules.path)}\.(\d+)(?:\.|$)")
-    lines: list[dict[str, Any]] = []
-
-    def note(path: str, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        line: dict[str, Any] = {"module": folded(modules.name(path)), "layers": []}
-        returned = output if isinstance(output, tuple) else (output,)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        for side, values in zip(SIDES, (given, dict(enumerate(returned))), strict=True):
-            line[side] = None
-            if (key := first_tensor(values)) is not None:
-                shape = list(values[key].shape)
-                d_in = (
-                    shape[-1]
-                    if is_of_tokens(values[key], [LISTED_WINDOWS, LISTED_TOKENS])
-                    else None
-                )
-                line[side] = {"shape": shape, "d_in": d_in, "site": modules.sites.get((path, side))}
-        alike = (other for other in lines if {**other, "layers": []} == line)
-        line = next(alike, line)
-        if line not in lines:
-            lines.append(line)
-        layer = in_block.match(path)
-        if layer is not None and int(layer[1]) not in line["layers"]:
-            line["layers"].append(int(layer[1]))
-
-    with ExitStack() as hooks:
-        for path, module in modules.model.named_modules():
-            if path:
-                hook = module.register_forward_hook(partial(note, path), with_kwargs=True)
-                hooks.enter_context(hook)
-        ones = torch.ones(LISTED_WINDOWS, LISTED_TOKENS, dtype=torch.int64)
-        loaded.forward(ones, ones)
-    return {"model": loaded.source.name, "modules": lines}
+    layers: dict[tuple[str | None, ...], list[int]] = {}
+    for path, _ in modules.model.named_modules():
+        if path:
+            sites = [modules.sites.get((path, side)) for side in SIDES]
+            own = layers.setdefault((folded(modules.name(path)), *sites), [])
+            layer = in_block.match(path)
+            if layer is not None and int(layer[1]) not in own:
+                own.append(int(layer[1]))
+    keys = ("module", *SIDES)
+    lines = [{**dict(zip(keys, line, strict=True)), "layers": own} for line, own in layers.items()]
+    return {"model": source.name, "modules": lines}

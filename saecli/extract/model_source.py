@@ -3,9 +3,8 @@
 transformers' own reader makes a GGUF file's packed weights dense.
 """
 
-import fnmatch
 import io
-from collections.abc import Collection, Iterable
+import os
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,48 +14,26 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub import errors as hub_errors
-from transformers import AutoConfig
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RevisionNotFoundError
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..base.devices import multiplies_bf16
-from ..base.errors import ConfigError, ModelError, SaeError, causes, one_line
+from ..base.errors import ConfigError, ModelError, causes, one_line
 from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
-from ..sae.hub import Address
-from ..sae.hub import hub_errors as hub_errors_told
 from ..store.schema import hash_request
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
+
+# Else transformers asks the hub to convert a model without safetensors, by a pull request to its repository.
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 GGUF = ".gguf"
 # Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # More than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB.
 HEAD_BYTES = 1 << 26
-CONFIG = "config.json"
-# Files next to the weights on which rows depend, as patterns.
-SMALL_FILES = (
-    CONFIG,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.*",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-)
-# What is downloaded with a model, besides weights.
-DOWNLOADED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.spm", "*.codes", "*.bpe")
-# Patterns of weights; transformers reads those of the first that a model has.
-WEIGHTS = (
-    ("model.safetensors",),
-    ("model.safetensors.index.json", "model-*.safetensors"),
-    ("pytorch_model.bin",),
-    ("pytorch_model.bin.index.json", "pytorch_model-*.bin"),
-)
-ADAPTER = "adapter_config.json"
 OFFLINE_ADVICE = (
     f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 )
@@ -67,12 +44,11 @@ class ModelSource:
     """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
 
     name: str  # as the user gave it, without a revision
-    location: str  # a folder or file; of a hub model in the client's cache, at first no weights
+    location: str  # a folder or file, or the id on the hub
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
-    content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
+    content: str | None = None  # on the hub its commit, else a hash of its files; None if bundled
     note: str | None = None  # what a user may not expect of its file
-    weights: tuple[str, ...] = ()  # files of a hub model; without a network those in the cache
 
     @property
     def id(self) -> str:
@@ -84,20 +60,6 @@ class ModelSource:
     def spec(self) -> str:
         """Its id and commit, as `find_model` takes them."""
         return at_revision(self.id, self.revision)
-
-    def fetch_weights(self) -> None:
-        """Download the weights of a hub model, unless they are in the cache."""
-        if self.revision is None:
-            return
-        if not self.weights:
-            raise ModelError(
-                f"{self.name} has no weights here: expected {' or '.join(patterns[0] for patterns in WEIGHTS)}, got "
-                "none; connect to the network, or use another model"
-            )
-        if all((Path(self.location) / file).exists() for file in self.weights):
-            return
-        with hub_errors_told(Address(self.name, revision=self.revision)):
-            snapshot_download(self.name, revision=self.revision, allow_patterns=list(self.weights))
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -144,7 +106,7 @@ class ModelSource:
             )
 
     def identity(self) -> dict[str, Any]:
-        """The part of a request's hash for the weights, the same for commits that do not change them."""
+        """The part of a request's hash for the weights."""
         return {"model": self.id, "weights": self.content}
 
 
@@ -161,78 +123,42 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
         raise ConfigError(
             f"a revision does nothing with {name}, which is not on the hub; leave it out"
         )
-    if file is not None:
-        config = _config(name, str(file))
-        return ModelSource(name, str(file), None, config, file_sha256(file), note_on(file))
-    location = BUNDLED.get(name, Path(name))
-    files = [path.name for path in location.iterdir() if path.is_file()]
-    demand_model(name, files)
-    config = _config(name, str(location))
+    config = _config(name, str(BUNDLED.get(name, name)))
     if name in BUNDLED:
-        return ModelSource(name, str(location), None, config)
-    content = _content_of_folder(location, files)
-    return ModelSource(name, str(location), None, config, content)
+        return ModelSource(name, str(BUNDLED[name]), None, config)
+    if file is not None:
+        return ModelSource(name, name, None, config, file_sha256(file), note_on(file))
+    return ModelSource(name, name, None, config, _content_of_folder(Path(name)))
 
 
 def _on_hub(name: str, revision: str | None) -> ModelSource:
-    """A hub model; without a network from the client's cache, with the same commit and content."""
-    offline = why_unreachable()
-    api = HfApi()
+    """A hub model; without a network from the client's cache, with the same commit."""
+    offline = why_unreachable() is not None
     try:
-        commit = api.resolve_revision(
-            name, revision=revision, local_files_only=offline is not None
-        ).resolved
-        if offline is None:
-            info = api.model_info(name, revision=commit, files_metadata=True, timeout=30)
-            ids = {
-                file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id)
-                for file in info.siblings or ()
-            }
-            demand_model(name, ids)
-            config_path = Path(hf_hub_download(name, CONFIG, revision=commit))
-            blobs = config_path.resolve().parent
-            # With weights that an earlier commit has brought, since the cache may be all that there is next time.
-            brought = [file for file in deciding_files(ids) if (blobs / ids[file]).exists()]
-            for file in sorted({*_matching(ids, DOWNLOADED), *brought}):
-                hf_hub_download(name, file, revision=commit)
-        else:
-            config_path = Path(
-                hf_hub_download(name, CONFIG, revision=commit, local_files_only=True)
+        commit = HfApi().resolve_revision(name, revision=revision, local_files_only=offline)
+    # The library raises anything for damaged or foreign names.
+    except Exception as error:
+        raise explained(at_revision(name, revision), error) from error
+    config = _config(name, name, commit.resolved)
+    return ModelSource(name, name, commit.resolved, config, commit.resolved)
+
+
+def _config(name: str, location: str, revision: str | None = None) -> Any:
+    """The configuration of a whole model: where peft is installed transformers adds an adapter's weights to those of
+    the model that it names, else it takes the folder's alone."""
+    try:
+        if not Path(location).is_file() and find_adapter_config_file(
+            location, **_reading(revision)
+        ):
+            raise ModelError(
+                f"{name} holds an adapter (adapter_config.json): expected a whole model; save the two merged "
+                f"(peft's `merge_and_unload`) in a folder of their own, or name the base model"
             )
-            ids = {path.name: _blob_of(path) for path in config_path.parent.iterdir()}
-            demand_model(name, ids)
-    except (hub_errors.RevisionResolutionError, hub_errors.LocalEntryNotFoundError) as error:
-        raise ModelError(
-            f"{at_revision(name, revision)} is not on this machine and the Hugging Face hub cannot be "
-            f"reached ({offline or one_line(error)}): connect to the network (a gated model also wants its "
-            f"licence accepted at https://huggingface.co/{name}, and `hf auth login`), {OFFLINE_ADVICE}"
-        ) from error
-    except hub_errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"{name} has no branch, tag or commit {revision} on the hub; correct --model-revision"
-        ) from error
-    except SaeError:
+        config = from_pretrained(AutoConfig, location, revision)
+    except ModelError:
         raise
-    # The libraries raise anything for damaged or foreign files.
     except Exception as error:
-        raise explained(name, error) from error
-    location = str(config_path.parent)
-    deciding = deciding_files(ids)
-    content = hash_request({file: ids[file] for file in deciding})
-    weights = tuple(file for file in deciding if not _matching([file], SMALL_FILES))
-    return ModelSource(name, location, commit, _config(name, location), content, weights=weights)
-
-
-def _blob_of(path: Path) -> str:
-    """The hash of a file by the hub: a snapshot links to blobs of that name, where the file system has links."""
-    return path.resolve().name if path.is_symlink() or path.is_dir() else file_sha256(path)
-
-
-def _config(name: str, location: str) -> Any:
-    try:
-        config = from_pretrained(AutoConfig, location)
-    except Exception as error:
-        raise explained(name, error) from error
+        raise explained(at_revision(name, revision), error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
         raise ModelError(
             f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "
@@ -241,38 +167,12 @@ def _config(name: str, location: str) -> Any:
     return config
 
 
-def _matching(names: Collection[str], patterns: Iterable[str]) -> list[str]:
-    matching = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
-    return sorted(matching)
-
-
-def deciding_files(names: Iterable[str]) -> list[str]:
-    """The files of a model on which its rows depend: weights, configuration, tokenizer."""
-    outermost = [name for name in names if "/" not in name]
-    weights = next((patterns for patterns in WEIGHTS if patterns[0] in outermost), ())
-    return _matching(outermost, {*SMALL_FILES, *weights})
-
-
-def demand_model(name: str, files: Collection[str]) -> None:
-    """Refuse files that are not a whole model: where peft is installed transformers adds an adapter's weights to those
-    of the model that it names, else it takes the folder's alone."""
-    if ADAPTER in files:
-        raise ModelError(
-            f"{name} holds an adapter ({ADAPTER}): expected a whole model; save the two merged (peft's "
-            f"`merge_and_unload`) in a folder of their own, or name the base model"
-        )
-
-
-def _content_of_folder(folder: Path, files: Collection[str]) -> str:
-    """Hash of small files, and of sizes and times of weights, which are too long to be read for that."""
-    stamps: dict[str, Any] = {}
-    for name in deciding_files(files):
-        path = folder / name
-        if _matching([name], SMALL_FILES):
-            stamps[name] = file_sha256(path)
-        else:
-            stamps[name] = [path.stat().st_size, path.stat().st_mtime_ns]
-    return hash_request(stamps)
+def _content_of_folder(folder: Path) -> str:
+    """Hash of the sizes and times of its files: weights are too long to be read for that."""
+    stamps = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    return hash_request(
+        {name: [stamp.st_size, stamp.st_mtime_ns] for name, stamp in stamps.items()}
+    )
 
 
 def explained(name: str, error: BaseException, part: str = "model") -> ModelError:
@@ -288,12 +188,23 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
             f"cannot load the model {name}: its weights are a pickle that is damaged or holds code; use "
             f"a model with model.safetensors"
         )
+    repo = name.partition("@")[0]  # of a hub model
     for cause in causes(error):
-        if reason := why_refused(name, cause):
+        if isinstance(cause, RevisionNotFoundError):
+            return ModelError(
+                f"{name} is no branch, tag or commit on the hub; correct --model-revision"
+            )
+        if reason := why_refused(repo, cause):
             return ModelError(f"{reason}, {OFFLINE_ADVICE}")
+    advice = "give the hub id, folder or GGUF file of a causal language model"
+    if not Path(name).exists() and (offline := why_unreachable()):
+        advice = (
+            f"the Hugging Face hub cannot be reached ({offline}): connect to the network (a gated model "
+            f"also wants its licence accepted at https://huggingface.co/{repo}, and "
+            f"`hf auth login`), {OFFLINE_ADVICE}"
+        )
     return ModelError(
-        f"cannot load the {part} {name}: {type(error).__name__}: {one_line(error)}; give the hub id, "
-        f"folder or GGUF file of a causal language model"
+        f"cannot load the {part} {name}: {type(error).__name__}: {one_line(error)}; {advice}"
     )
 
 
@@ -319,17 +230,25 @@ def note_on(path: Path) -> str | None:
     return None
 
 
-def from_pretrained(kind: Any, location: str, **settings: Any) -> Any:
-    """`kind.from_pretrained` of a folder, or of a GGUF file in a folder of its own: from the files next to it
-    transformers would take another model's tokenizer."""
+def from_pretrained(kind: Any, location: str, revision: str | None = None, **settings: Any) -> Any:
+    """`kind.from_pretrained` of a folder, of a hub model's commit, or of a GGUF file in a folder of its own: from the
+    files next to it transformers would take another model's tokenizer."""
     # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
-    settings |= {"local_files_only": True, "trust_remote_code": False}
+    settings |= {"trust_remote_code": False, **_reading(revision)}
     path = named_file(location)
     if path is None:
         return kind.from_pretrained(location, **settings)
-    if issubclass(kind, transformers.PreTrainedModel):
+    if kind not in (AutoConfig, AutoTokenizer):
         settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # The reader draws progress bars that no setting of transformers hides.
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         Path(folder, path.name).symlink_to(path.resolve())
         return kind.from_pretrained(folder, gguf_file=path.name, **settings)
+
+
+def _reading(revision: str | None) -> dict[str, Any]:
+    """How transformers reads files: of a commit on the hub, else, or without a network, those that are here."""
+    return {
+        "revision": revision,
+        "local_files_only": revision is None or why_unreachable() is not None,
+    }

@@ -28,9 +28,6 @@ CHAT_COLUMNS = ("messages", "conversations")
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
 MARK_EVERY = 256  # rows of a hub dataset between two marks
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
-
-# From 100 lines on, a .jsonl file is refused if over 1% of them hold no text.
-ENOUGH_LINES, MOST_BAD = 100, 0.01
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 )
@@ -168,21 +165,16 @@ class TextSource:
         }
         return identity if path.suffix.lower() == ".txt" else {**identity, "column": column}
 
-    def documents(
-        self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
-    ) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` tells
-        of skipped lines of a .jsonl file."""
+    def documents(self, start: int = 0, mark: Mark | None = None) -> Iterator[Document]:
+        """The documents from number `start` on, including blank ones, read from a mark at or before it."""
         is_empty = start == 0
-        for document in self._documents(start, mark, note):
+        for document in self._documents(start, mark):
             is_empty = False
             yield document
         if is_empty:
             raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
 
-    def _documents(
-        self, start: int, mark: Mark | None, note: Callable[[str], None]
-    ) -> Iterator[Document]:
+    def _documents(self, start: int, mark: Mark | None) -> Iterator[Document]:
         if self.on_hub:
             yield from self._on_hub(start, mark)
             return
@@ -190,7 +182,7 @@ class TextSource:
         texts = {
             "": stdlib_docstrings,
             ".txt": lambda: txt_texts(path),
-            ".jsonl": lambda: jsonl_texts(path, self.column, self.read, note),
+            ".jsonl": lambda: jsonl_texts(path, self.column, self.read),
             ".parquet": lambda: parquet_texts(path, self.column, self.read),
         }[path.suffix.lower()]()
         with closing(texts):
@@ -279,16 +271,16 @@ class Mixture:
         note: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
-        `note` also tells of a source that ends before others."""
+        `note` tells of a source that ends before others."""
         if not self.names:
-            yield from self.sources[0].documents(start, mark, note)
+            yield from self.sources[0].documents(start, mark)
             return
         number, begun = (
             (mark["document"], mark["sources"]) if mark else (0, [(0, None, 0)] * len(self.sources))
         )
         following, marks, counts = map(list, zip(*begun, strict=True))
         waiting = {
-            index: source.documents(following[index], marks[index], note)
+            index: source.documents(following[index], marks[index])
             for index, source in enumerate(self.sources)
         }
         while waiting:
@@ -392,37 +384,11 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
         ) from error
 
 
-def jsonl_texts(path: Path, column: str, read: Read, note: Callable[[str], None]) -> Texts:
-    """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped."""
-    lines = bad = 0
-    first: ModelError | None = None
-    refused = False
-    try:
-        for number, line in enumerate(_lines(path, errors="surrogateescape"), 1):
-            if not line.strip():
-                continue
-            lines += 1
-            text = None
-            try:
-                text = _text_in(line, column, read, f"line {number} of {path}")
-            except ModelError as error:
-                first = first or error
-                bad += 1
-            if lines >= ENOUGH_LINES and bad > MOST_BAD * lines:
-                break
-            if text is not None:
-                yield text
-        refused = bad > MOST_BAD * lines
-    finally:  # also if reading stops before the file's end
-        if bad and not refused:
-            note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
-    if first is None or not refused:
-        return
-    if bad == lines:
-        raise first
-    raise first.within(
-        after=f"bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out"
-    )
+def jsonl_texts(path: Path, column: str, read: Read) -> Texts:
+    """One column of a file with one JSON object per line."""
+    for number, line in enumerate(_lines(path, errors="surrogateescape"), 1):
+        if line.strip():
+            yield _text_in(line, column, read, f"line {number} of {path}")
 
 
 def _text_in(line: str, column: str, read: Read, where: str) -> Text:

@@ -118,20 +118,12 @@ def stored_tables(document: Document) -> list[RenderableType]:
 
 
 def modules_table(document: Document) -> RenderableType:
-    """The output of `sae extract --list-modules`; a width stands for (batch, tokens, width)."""
-
-    def cell(side: Document | None) -> str:
-        if side is None:
-            return "no tensor"
-        width = side["d_in"]
-        shape = f"({', '.join(map(str, side['shape']))})" if width is None else number(width)
-        return f"{shape} {side['site']}" if side["site"] else shape
-
-    rows = []
-    for module in document["modules"]:
-        layers = numbers_in_words(module["layers"])
-        rows.append([module["module"], layers, cell(module["in"]), cell(module["out"])])
-    title = f"modules of {document['model']}: widths of their inputs and outputs, and the sites that they are"
+    """The output of `sae extract --list-modules`."""
+    rows = [
+        [module["module"], numbers_in_words(module["layers"]), module["in"], module["out"]]
+        for module in document["modules"]
+    ]
+    title = f"modules of {document['model']}, and the sites that their inputs and outputs are"
     return table(title, ["--module", "layers", ":in", ":out"], rows)
 
 

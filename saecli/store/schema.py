@@ -162,10 +162,8 @@ class StoreMeta:
             "request_hash",
         )
         features = {"features": self.world.features} if self.world else {}
-        # A commit that leaves the model's weights and tokenizer leaves the rows; older stores name no module.
-        source = {
-            name: value for name, value in self.source.items() if name not in ("revision", "module")
-        }
+        # Older stores name no module.
+        source = {name: value for name, value in self.source.items() if name != "module"}
         return {**source, **features, **{name: getattr(self, name) for name in names}}
 
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:

@@ -141,8 +141,7 @@ def extract(folder: Path, path: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path):
-    refused = chat(["a"], "Gemma's template refuses it.")
-    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS, {"messages": []}, *ROWS, refused])
+    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS, {"messages": []}, *ROWS])
     whole, store = extract(folder, path, name="s"), saecli.open_store("s", home=tmp_path)
     assert whole["role"].dtype.itemsize == 1 and {*whole["role"].tolist()} == {0, 2, 3}
     ids, counts = np.unique(whole["token_id"][whole["token_id"] < len(CONTROL)], return_counts=True)

@@ -1,5 +1,5 @@
 """Reading and splicing real architectures, against plain hooks and layers computed by hand (see also test_families.py);
-models whose later blocks are not loaded, against whole ones; tokens that a latent raises and lowers, against numpy."""
+models without later blocks, against whole ones; tokens that a latent raises and lowers, against numpy."""
 
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,9 @@ import torch
 from homes import CommandLine
 from safetensors.torch import load_file, save_file
 from test_families import MIDDLE, tiny_config
-from tiny_models import CONFIGS, LAYERS, VOCABULARY, loaded, save_model, save_tokenizer
-from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from tiny_models import CONFIGS, VOCABULARY, loaded, save_model, save_tokenizer
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
 
 from saecli.base.errors import ModelError
 from saecli.extract import model_source
@@ -198,33 +194,15 @@ def without(folder: Path, name: str) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_missing_weights_are_refused_where_needed(tmp_path: Path):
+def test_missing_weights_are_refused(tmp_path: Path):
     folder = save_model(tmp_path / "llama", "llama")
     without(folder, "model.layers.1.mlp.up_proj.weight")
-    for load in (partial(first_blocks, last=1), loaded):
-        with pytest.raises(ModelError, match=r"no weights for layers\.1\.mlp\.up_proj\.weight"):
+    for load in (partial(first_blocks, last=0), loaded):
+        with pytest.raises(ModelError, match=r"no weights of shape .* for layers\.1\.mlp\.up_proj"):
             load(folder)
-    first_blocks(folder, 0)
     without(folder, "lm_head.weight")
-    with pytest.raises(ModelError, match=r"no weights for lm_head\.weight and 1 more"):
+    with pytest.raises(ModelError, match=r" for lm_head\.weight and 1 more"):
         loaded(folder, head=True)
-
-
-def test_blocks_that_share_weights_with_earlier_ones_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    folder = save_model(tmp_path / "llama", "llama")
-    made = AutoModel.from_config
-
-    def sharing(config: object, **settings: object) -> PreTrainedModel:
-        model = made(config, **settings)
-        last: nn.Module = model.layers[LAYERS - 1]
-        last.mlp = model.layers[0].mlp
-        return model
-
-    assert len(first_blocks(folder, 0).blocks) == 1
-    monkeypatch.setattr(AutoModel, "from_config", sharing)
-    assert len(first_blocks(folder, 0).blocks) == LAYERS
 
 
 @pytest.mark.parametrize("native", [True, False])

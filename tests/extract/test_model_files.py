@@ -59,7 +59,7 @@ def test_an_adapter_on_the_hub_is_refused(hub: ModelHub, folder: Path):
 
 def test_weights_of_another_shape_are_named(folder: Path):
     changed(folder, **{"1__self_attn__q_proj__weight": torch.ones(8, 16)})
-    with pytest.raises(ModelError, match=r"shape \(16, 16\) for .*q_proj\.weight, got \(8, 16\)"):
+    with pytest.raises(ModelError, match=r"no weights of shape \(16, 16\) for .*q_proj\.weight;"):
         loaded(folder)
 
 

@@ -239,24 +239,13 @@ def test_a_module_of_a_compiled_model_is_refused(tmp_path: Path):
         run_spliced(compiled, "_orig_mod.model.layers.1.mlp.down_proj:in")
 
 
-def test_list_modules_says_what_plain_hooks_see(sae: CommandLine, tmp_path: Path):
+def test_list_modules_names_modules_and_the_sites_among_them(sae: CommandLine, tmp_path: Path):
     folder = save_model(tmp_path, "gemma2")
+    (folder / "model.safetensors").unlink()  # needs no weights
     listed = sae("extract --list-modules --json --model", folder).json["modules"]
-    by_name = {line["module"]: line for line in listed}
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.ones(2, 5, dtype=torch.int64)
-    for name, line in by_name.items():
-        path = name.replace("*", "2")
-        if "rotary" not in name:
-            for side in ("in", "out") if line["in"]["d_in"] else ("out",):
-                assert line[side]["shape"] == list(own_hook(model, path, side, ids).shape)
-        assert line["layers"] == (list(range(LAYERS)) if "layers" in name else [])
-    assert by_name["model.embed_tokens"]["in"] == {"shape": [2, 5], "d_in": None, "site": None}
-    sites = {
-        line[side]["site"]: f"{name}:{side}"
-        for name, line in by_name.items()
-        for side in ("in", "out")
-    }
+    for line in listed:
+        assert line["layers"] == (list(range(LAYERS)) if "layers." in line["module"] else [])
+    sites = {line[side]: f"{line['module']}:{side}" for line in listed for side in ("in", "out")}
     assert sites["attn_z"] == "model.layers.*.self_attn.o_proj:in"
     assert sites["mlp_out"] == "model.layers.*.post_feedforward_layernorm:out"
     assert sites["resid_mid"] == "model.layers.*.pre_feedforward_layernorm:in"

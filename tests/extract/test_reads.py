@@ -55,8 +55,8 @@ def test_the_norms_of_later_blocks_read_the_residual_stream(
     save_with_random_norms(tmp_path, family)
     model = loaded(tmp_path, head=True)
     block = model.blocks[1]
-    assert reading_norms(block) == names.split()
     norms = {name: getattr(block, name) for name in names.split()}
+    assert reading_norms(block) == [*norms.values()]
     inputs: dict[str, Tensor] = {}
     hooks = [
         norm.register_forward_pre_hook(

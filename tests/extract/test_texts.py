@@ -186,34 +186,10 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
-def test_a_bad_line_is_left_out_with_a_note_at_the_end(tmp_path, bad):
-    path, told = write(tmp_path / "a.jsonl", GOOD * 60 + b"\n" + bad + GOOD * 50), []
-    found = list(TextSource(path).documents(note=told.append))
-    assert [document.number for document in found] == list(range(110))
-    (note,) = told
-    assert note.startswith(f"left out 1 of 111 lines, the first: line 62 of {path} ")
-    assert [number for number, _ in documents(path, 105)] == [105, 106, 107, 108, 109]
-    some = TextSource(path).documents(note=told.append)
-    for _ in range(70):
-        next(some)
-    some.close()
-    assert told[1].startswith("left out 1 of 71 lines")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (GOOD * 99 + BAD[0] * 2, "line 100 of .*; bad lines: 2 of the first 101, and .* 1%"),
-        (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
-        (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
-        (BAD[2] * 7, "line 1 of .* has no column 'text'; expected .* body; .* --text-column"),
-    ],
-)
-def test_more_than_one_bad_line_in_a_hundred_is_refused(tmp_path, content, message):
-    told = []
-    with pytest.raises(ModelError, match=message):
-        list(TextSource(write(tmp_path / "a.jsonl", content)).documents(note=told.append))
-    assert told == []
+def test_the_first_bad_line_ends_a_file_with_its_number(tmp_path, bad):
+    text = TextSource(write(tmp_path / "a.jsonl", GOOD * 60 + b"\n" + bad + GOOD * 50))
+    with pytest.raises(ModelError, match="line 62 of "):
+        list(text.documents())
 
 
 def write_counts(path: Path, counts: list[int]) -> str:
