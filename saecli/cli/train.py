@@ -188,13 +188,13 @@ def command(
 def demand_alone(session: Session) -> None:
     """Refuse options that do nothing with `--resume`."""
     others = session.given - {"name", "resume", "json"}
-    if others == {"runs"}:
+    if others == {"run"}:
         raise ConfigError(
             "RUN is not what --resume goes on with; name that by --name, leave RUN out"
         )
     if others:
         raise ConfigError(
-            f"{flag_of(min(others - {'runs'}))} does nothing with --resume, which goes on with the settings "
+            f"{flag_of(min(others - {'run'}))} does nothing with --resume, which goes on with the settings "
             "of the run; leave it out"
         )
 

@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingEr
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.processes import communicator
 from .plan import doubts_at_start
-from .runs import CHECKPOINT, Run, claimed, reopen_run
+from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training
 
 
@@ -42,8 +42,9 @@ class Job:
         """What to do after the run was stopped, in words."""
         if not self.has_checkpoint:
             return "run the same command again"
-        resume = f"`sae {self.run.command} --resume --name {self.run.name_to_resume(self.name)}`"
-        return f"{resume} goes on from its last checkpoint"
+        return (
+            f"`sae {self.run.command} --resume --name {self.name}` goes on from its last checkpoint"
+        )
 
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What `sae train --json` prints."""
@@ -198,14 +199,13 @@ def train_runs(
     """
     if jobs[0].result is not None:
         return [jobs[0].document(jobs[0].result)], {}
-    as_one = jobs[0].run.plan.as_one
     try:
         for job in jobs:
             _begin(job, listener)
-        alone = alone or as_one or communicator().world_size > 1
+        alone = alone or communicator().world_size > 1
         documents, errors = _train(jobs, listener, alone)
     except (KeyboardInterrupt, PeerError):
-        for job in jobs[:1] if as_one else jobs:
+        for job in jobs:
             if job.has_checkpoint:
                 listener.note(f"stopped; {job.remedy}")
             else:
@@ -245,8 +245,6 @@ def _train(
         title, total = "training", jobs[0].run.plan.steps
     else:
         title, total = f"training {len(jobs)} SAEs", None
-        if jobs[0].run.plan.as_one:
-            total = jobs[0].run.plan.steps
     with listener.progress(title, total, "steps") as show:
         trainings = _start_trainings(jobs, alone, show, errors)
         loop = jobs[0].run.loop([*trainings.values()], alone)
@@ -284,20 +282,15 @@ def _start_trainings(
         steps[name] = done
         show(sum(steps.values()), f"{name}: {words}")
 
-    records: Sequence[Record] = [Record()] * len(jobs)
-    if communicator().is_main:
-        records = jobs[0].run.records({job.folder: job.run for job in jobs})
-    for job, record in zip(jobs, records, strict=True):
+    for job in jobs:
         try:
             trainings[job.name] = start_training(
                 job.run.plan,
-                record,
+                RunRecord(job.run, job.folder) if communicator().is_main else Record(),
                 show if alone else partial(show_sum, job.name),
                 len(jobs),
                 communicator(),
-                shared=None
-                if job.run.plan.as_one
-                else next((training.rows for training in trainings.values()), None),
+                shared=next((training.rows for training in trainings.values()), None),
             )
         except Exception as error:  # reported at the end, when the others have finished
             if alone:

@@ -166,11 +166,6 @@ class Plan:
         return math.ceil(self.steps / self.batches)
 
     @property
-    def as_one(self) -> bool:
-        """Whether all SAEs of a group are one training, each on rows of its own."""
-        return False
-
-    @property
     def d_sae(self) -> int:
         assert self.training.d_sae is not None, "resolved"
         return self.training.d_sae
@@ -286,7 +281,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> in
 
 
 def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
-    if trainings > 1 and not plan.as_one:
+    if trainings > 1:
         raise ConfigError(
             f"options given several times train {trainings} SAEs in one process: expected one, got "
             f"{world_size}; run it without torchrun, or give each value to a command of its own"

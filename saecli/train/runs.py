@@ -62,16 +62,8 @@ class Run:
     plan: Plan
     created: str
 
-    def name_to_resume(self, name: str) -> str:
-        """What --name takes for the run of this name."""
-        return name
-
     def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
         return Loop(trainings, alone)
-
-    def records(self, runs: "Mapping[Path, Run]") -> "list[RunRecord]":
-        """Of the runs of a group, by their folders."""
-        return [RunRecord(run, folder) for folder, run in runs.items()]
 
     @property
     def origin(self) -> dict[str, Any]:
