@@ -190,5 +190,5 @@ def trained_on(
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
     options = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    (sae,) = Loop([start_training(planned(rows, solver, act, options), record)]).train()
+    sae = Loop(start_training(planned(rows, solver, act, options), record)).train()
     return sae, record.kept

@@ -40,7 +40,7 @@ def command(
     The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
     CE recovered on text kept out of training before and after. Saves a run, with the better SAE of the two.
 
-    Options marked "..." can be given several times: one run per combination, trained together.
+    Options marked "..." can be given several times: one run per combination, one after another.
 
     Example: sae finetune first --model google/gemma-2-2b
     """
@@ -50,13 +50,13 @@ def command(
     with ExitStack() as claims:
         if resume:
             demand_alone(session)
-            groups = [[resume_job(session.home, name, session.console, claims)]]
+            jobs = [resume_job(session.home, name, session.console, claims)]
         else:
-            groups = _new_jobs(session, options, claims)
-        train_and_print(session, groups)
+            jobs = _new_jobs(session, options, claims)
+        train_and_print(session, jobs)
 
 
-def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
+def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[Job]:
     """The runs to train, one for each combination of options."""
     from ..train.finetune import Opened, Settings
     from ..train.jobs import Job, claim_folder, run_names
@@ -72,4 +72,4 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
         run = opened.run(its_settings, created)
         folder = claim_folder(session.home, its_name, stem, claims)
         jobs.append(Job(folder, run, option.values, option.varied))
-    return [jobs]
+    return jobs

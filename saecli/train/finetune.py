@@ -210,8 +210,8 @@ class FinetuneRun(Run):
 
     text: SplicedText
 
-    def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
-        return ThroughLoop(trainings, self.text, alone)
+    def loop(self, training: Training) -> Loop:
+        return ThroughLoop(training, self.text)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def finetune(
     run = opened.run(settings, created="")
     with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
         training = start_training(run.plan, Record(), show)
-        (tuned,) = run.loop([training]).train()
+        tuned = run.loop(training).train()
     for note in training.notes():
         listener.note(note)
     assert training.comparison is not None, "it begins with an SAE"

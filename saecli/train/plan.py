@@ -254,20 +254,22 @@ def _precision(training: TrainingConfig, weights: int) -> Precision:
     return training.precision
 
 
-def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> int:
-    """The bytes free for the solver of one of `trainings`; ConfigError for too little memory for decoder steps, a
-    precision the device lacks, or settings that several processes cannot share."""
+def demand_machine(plan: Plan, communicator: Communicator) -> int:
+    """The bytes free for the solver; ConfigError for too little memory for decoder steps, a precision the device lacks,
+    or a batch too small for several processes."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
-    if communicator.world_size > 1:
-        _demand_processes(plan, trainings, communicator.world_size)
-
+    if training.batch_size < communicator.world_size:
+        raise ConfigError(
+            f"--batch-size must be at least the number of processes, {communicator.world_size}, which share "
+            f"every batch, got {training.batch_size}"
+        )
     # Codes, their gradients, a copy.
     batch = 3 * 4 * d_sae * max(training.batch_size, BLOCK_ROWS)
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
-    free = int(least_free.item()) // trainings
+    free = int(least_free.item())
     if isinstance(solver, ClosedForm):
         width = max(rows.d_in, rows.d_target)
         needed = batch + solver.memory(rows.rows, width, d_sae, training.nested)
@@ -278,19 +280,6 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> in
                 "for no decoder"
             )
     return free - batch
-
-
-def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
-    if trainings > 1:
-        raise ConfigError(
-            f"options given several times train {trainings} SAEs in one process: expected one, got "
-            f"{world_size}; run it without torchrun, or give each value to a command of its own"
-        )
-    if plan.training.batch_size < world_size:
-        raise ConfigError(
-            f"--batch-size must be at least the number of processes, {world_size}, which share every "
-            f"batch, got {plan.training.batch_size}"
-        )
 
 
 def doubts_at_start(plan: Plan) -> list[str]:

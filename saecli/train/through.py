@@ -278,26 +278,23 @@ class FinetunePlan(Plan):
 
 
 class ThroughLoop(Loop):
-    """Pushes each solver the windows of a step; every `EPOCH` steps SAEs are kept, with measures on held-out rows."""
+    """Pushes the solver the windows of a step; every `EPOCH` steps the SAE is kept, with measures on held-out rows."""
 
-    def __init__(
-        self, trainings: Sequence[Training], text: SplicedText, alone: bool = True
-    ) -> None:
-        super().__init__(trainings, alone)
+    def __init__(self, training: Training, text: SplicedText) -> None:
+        super().__init__(training)
         self.text = text
 
     def _train(self) -> None:
-        plan = self.trainings[0].plan
-        for step in range(self.trainings[0].progress.step, plan.steps):
-            self._each(self._step, step)
-            if not self.live():
-                return
-            if (step + 1) % EPOCH == 0 or step + 1 == plan.steps:
-                self._keep(self.live(), after_epoch=True)
+        steps = self.training.plan.steps
+        for step in range(self.training.progress.step, steps):
+            self._step(step)
+            if (step + 1) % EPOCH == 0 or step + 1 == steps:
+                self._keep(after_epoch=True)
 
-    def _step(self, training: Training, step: int) -> None:
-        solver, communicator = training.solver, training.rows.communicator
+    def _step(self, step: int) -> None:
+        training, solver = self.training, self.training.solver
         assert isinstance(solver, ThroughModel)
+        communicator = training.rows.communicator
         numbers = self.text.windows_of_step(step, training.plan.training.shuffle_seed)
         own = numbers[communicator.rank :: communicator.world_size]
         windows = [self.text.train[number] for number in own]
@@ -305,8 +302,9 @@ class ThroughLoop(Loop):
         own_part = StepWindows(self.text, training.rows.normalisation, windows, rows)
         training.take(solver.step_on(own_part))
 
-    def _compare(self, training: Training) -> None:
+    def _compare(self) -> None:
         """Choose by the objective on the windows kept out of training."""
+        training = self.training
         comparison, solver = training.comparison, training.plan.solver
         assert comparison is not None and isinstance(solver, Finetune)
         saes = comparison.saes(training.solver.dictionary)
@@ -324,9 +322,8 @@ class ThroughLoop(Loop):
 
         training.choose(training.rows.communicator.broadcast_object(measure))
 
-    def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        rows = int(self.text.rows.sum())
-        return [result | {"rows_train": rows} for result in super().results(saes)]
+    def result(self, sae: SAE) -> dict[str, Any]:
+        return super().result(sae) | {"rows_train": int(self.text.rows.sum())}
 
 
 def with_loss(measured: dict[str, Any], losses: dict[str, Any], solver: Finetune) -> dict[str, Any]:

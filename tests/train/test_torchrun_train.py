@@ -199,7 +199,6 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
         (("--device", "cuda:1"), "--device cuda:1 has no GPU for each of the 2 processes of this"),
         (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
         (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
-        (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process"),
     ],
 )
 def test_what_fails_says_so_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):

@@ -301,6 +301,10 @@ WRONG = [
     ("--data rows --rows 500", "--rows does nothing without --model"),
     ("--model tiny-gemma2 --data rows", "--data does nothing with --model tiny-gemma2"),
     ("--model tiny-gemma2 --fraction 0.5", "--fraction does nothing with --model tiny-gemma2"),
+    (
+        "--model tiny-gemma2 --seed 0 --seed 1",
+        "gives its rows once, to one run: expected one value",
+    ),
 ]
 FAILED = [
     ("--data nowhere", "there is no activation store named 'nowhere'"),
