@@ -310,7 +310,7 @@ def _rows(
     """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
     rows; `begun` if training begins from an SAE."""
     from ..store.opening import open_joined
-    from ..train.plan import STORE, parts_of
+    from ..train.plan import parts_of
 
     processes, values = communicator(), options[0].values
     if "model" in values:
@@ -322,8 +322,8 @@ def _rows(
             )
         if len(options) > 1:
             raise ConfigError(
-                f"--model gives its rows once, to one run: expected one value of each option, got "
-                f"{len(options)} combinations; give one, or {STORE}"
+                "--model gives its rows once, to one run: expected one value of each option, got "
+                f"{len(options)} combinations; give one, or make a store by `sae extract`, and train on that"
             )
         if processes.world_size > 1:
             raise ConfigError(

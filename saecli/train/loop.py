@@ -32,8 +32,6 @@ class Loop:
         done = training.progress.step
         if done == plan.steps:
             return
-        if done == 0:
-            self._decoder_step(0)
         with closing(training.rows.from_step(done, plan.batches, plan.epochs)) as batches:
             for step, batch in enumerate(batches, done + 1):
                 training.take(training.solver.step(batch))

@@ -6,6 +6,7 @@ Imports no torch, so that help pages are fast; methods that need it import it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -367,21 +368,13 @@ class Pam(Paper, ClosedForm):
 
     name: ClassVar[str] = "pam"
     made_by: ClassVar[str] = "pam_sgd:PamSolver"
+    gone: ClassVar[Sequence[tuple[str, Any]]] = (("bias", "joint"), ("decoder_first", False))
     smooths: ClassVar[bool] = False
 
     beta: Annotated[
         NonNegative,
         Shown("Weight of ||b_dec||^2, next to the squared error summed over all rows.", cli=False),
     ] = 0.0
-    bias: Annotated[
-        Literal["joint", "after"],
-        Shown(
-            "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
-            "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
-            "must be a number.",
-            cli=False,
-        ),
-    ] = "joint"
     mu_dec: Annotated[
         NonNegative,
         Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", cli=False),
@@ -390,25 +383,12 @@ class Pam(Paper, ClosedForm):
         NonNegative,
         Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", cli=False),
     ] = 0.0
-    decoder_first: Annotated[
-        bool,
-        Shown(
-            "Solve for the decoder before the encoder steps of each epoch, not after them, "
-            "as in the paper's code for language models.",
-            cli=False,
-        ),
-    ] = False
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         if rows.ready < rows.rows:
             raise ConfigError(
                 f"--solver pam needs all rows in memory, at most {rows.ready:,} with --model, got "
                 f"{rows.rows:,}; lower --rows, or make a store by `sae extract`"
-            )
-        if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError(
-                "--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
-                "with W_dec; give a number, such as --alpha 1, or use --bias joint"
             )
 
 

@@ -91,12 +91,8 @@ class PamSolver(Solver):
 
     def passes(self) -> dict[int, Pass]:
         """When decoder steps are due, by the encoder steps before them: after each epoch over all rows."""
-        assert isinstance(self.config, Pam)
         task, chooses = self.task, self.config.alpha == "auto"
-        if self.config.decoder_first:  # before each epoch
-            steps = [*range(0, task.steps, task.batches)]
-        else:
-            steps = [*range(task.batches, task.steps, task.batches), task.steps]
+        steps = [*range(task.batches, task.steps, task.batches), task.steps]
         return {
             step: Pass(number, step, task.rows, "mid", chooses and settles(number))
             for number, step in enumerate(steps)
@@ -133,7 +129,6 @@ class PamSolver(Solver):
             W_t=self.dictionary.decoder().detach(),
             b_t=b_dec,
             decay=self._decay(step, moments),
-            joint=config.bias == "joint",
             skip=moments.skip,
         )
 

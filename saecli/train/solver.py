@@ -85,7 +85,7 @@ class StepReport:
 class Solver:
     """Trains a dictionary on batches that are pushed to it, one optimiser step each.
 
-    After the steps that `schedule` names, and before the first for 0, the loop makes a decoder step.
+    After the steps that `schedule` names the loop makes a decoder step.
 
     Args:
         dictionary: trained in place, but for the parameters named in `held`.

@@ -48,7 +48,6 @@ def data() -> RowsInMemory:
         (PamSgd(), {"steps": 1}, "1:40cl"),
         (Pam(), {}, "10:40c 20:40c 30:40c 40:40 50:40c"),
         (Pam(alpha=1.0), {"steps": 15}, "10:40 15:40"),
-        (Pam(decoder_first=True), {}, "0:40c 10:40c 20:40c 30:40 40:40c"),
     ],
 )
 def test_the_schedule_of_decoder_steps(config, more, expected):

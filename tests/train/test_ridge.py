@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,24 +173,6 @@ def test_an_iteration_of_two_processes_finds_the_decoder_of_one(budgets):
     (alpha, W), (other_alpha, other_W) = in_two_processes(solution)
     assert torch.equal(W, other_W) and alpha == other_alpha > 0
     torch.testing.assert_close(W, exact.W, rtol=1e-2, atol=1e-3)
-
-
-@factorised
-@pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("directed", [False, True])
-def test_a_bias_fitted_after_is_the_best_for_a_decoder_without_one(kind, prefixes, rows, directed):
-    z, y, direction, W_t, b_t = problem(rows, F, E)
-    terms = terms_of((0.7, 2.0, 0.3, 5.0), direction if directed else None, W_t, b_t, decayed=True)
-    decoder = solved(system_of(kind, z, y, prefixes), replace(terms, joint=False))
-    many = copies(z, prefixes).reshape(-1, F)
-    count = len(many) // rows
-    target = decoder.c * direction.numpy() if directed else 0.0
-    gram = many.T @ many / count + np.eye(F) + np.diag(terms.decay)
-    repeated = np.repeat(y.numpy(), count, 0)
-    W = np.linalg.solve(gram, many.T @ repeated / count + 0.7 * target + 0.3 * W_t.numpy())
-    b = (rows * (repeated - many @ W).mean(0) + 5 * b_t.numpy()) / (rows + 7)
-    np.testing.assert_allclose(decoder.W, W, rtol=1e-7, atol=1e-7)
-    np.testing.assert_allclose(decoder.b, b, rtol=1e-7, atol=1e-7)
 
 
 @factorised

@@ -35,7 +35,7 @@ VARIANTS = {
 }
 IN_CI = ("topk", "paper", "l1")
 OTHERS = [name for name in VARIANTS if name not in IN_CI]
-PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
+PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\nclip_norm = 0.5\n"
 
 WITHOUT_MEMORY = """
 import sys, saecli.train.ridge

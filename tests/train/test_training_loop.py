@@ -100,7 +100,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("pam-sgd", "topk", TOPK | {"release": 1.0, "prefixes": "6,12"}),
     ("pam-sgd", "topk", TOPK | {"decoder_every": 2}),
     ("pam-sgd", "topk", TOPK | {"solve": "iterative"}),
-    ("pam", "topk", TOPK | {"alpha": 1.0, "bias": "after", "decoder_first": True}),
+    ("pam", "topk", TOPK | {"alpha": 1.0}),
     ("pam", "relu", {"mu_enc": 1.0, "mu_dec": 1.0, "nu_dec": 2.0, "beta": 1.0}),
     ("pam-sgd", "relu", {"seed": 3}),
     ("pam-sgd", "topk", TOPK | {"target": True}),

@@ -132,8 +132,7 @@ def solve(
     """
     M = factorisation or system.factorise(terms)
     rows, E, alpha = system.rows, terms.d_out, M.alpha
-    s, centre = terms.rows_fraction(rows), terms.centre(rows, system.y_bar)
-    b = terms.bare_bias(rows, system.y_bar)[:E]
+    s, centre = terms.shrink(rows), terms.centre(rows, system.y_bar)
 
     W, P = M.solve_cross(centre).tensor_split([E], 1)  # M C_y and M C_x
     if terms.mu:
@@ -155,7 +154,7 @@ def solve(
         if S is not None and S_along is not None:
             S.add_(S_along, alpha=c * alpha)
 
-    b = b - s * (system.u @ W)
+    b = centre[:E] - s * (system.u @ W)
     if S is not None:
         b = b - s * (system.y_bar[E:] @ S)
 
@@ -166,7 +165,7 @@ def solve(
         inverse = M.inverse()
         if elimination is not None:
             inverse = elimination.inverse(inverse)
-        varies = system.diagonal(terms.shrink(rows)) > 0
+        varies = system.diagonal(s) > 0
         missed_least = least_missed(W, inverse, varies, needless)
     if terms.direction is not None:
         W.sub_(terms.direction.double(), alpha=c)
