@@ -213,7 +213,6 @@ FIGURES = {  # of a run, below its results, what a user can act on first; a solv
         "condition of the decoder step",
         "the solve loses its log10 of float64's 15 digits",
     ),
-    "dof": ("effective degrees of freedom", "decoder vectors that the rows determine, of d_sae"),
     "released": ("decoder released", "trained by gradient in the second half; --release"),
     "residual": ("residual of the decoder step", "of its iterative solve, relative"),
 }

@@ -175,21 +175,6 @@ def test_an_iteration_of_two_processes_finds_the_decoder_of_one(budgets):
     torch.testing.assert_close(W, exact.W, rtol=1e-2, atol=1e-3)
 
 
-@factorised
-@pytest.mark.parametrize("rows", [5, 40])
-def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows):
-    z, y, _, W_t, b_t = problem(rows, F, E)
-    many = copies(z, prefixes).reshape(-1, F)
-    count, dofs = len(many) // rows, []
-    left = np.hstack([many, np.ones((len(many), 1))]) / np.sqrt(count)
-    for alpha in (1e-4, 0.7, 50.0):
-        hat = left @ np.linalg.solve(left.T @ left + alpha * np.diag([*[1.0] * F, 0.0]), left.T)
-        terms = terms_of((alpha, 0.0, 0.0, 0.0), None, W_t, b_t)
-        dofs.append(solve(system_of(kind, z, y, prefixes), terms, z=z).dof)
-        assert dofs[-1] == pytest.approx(np.trace(hat), rel=1e-5)
-    assert dofs == sorted(dofs, reverse=True)
-
-
 @pytest.mark.parametrize("case", ["sums", "streamed", "skip", "nested"])
 def test_latents_missed_least_are_those_whose_loss_costs_the_objective_least(case):
     """Columns 0, 4 and 9 are nearly equal, 2 is of one row in twenty, 6 never fires, decoders are of several sizes."""
