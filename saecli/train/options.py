@@ -325,8 +325,6 @@ class Sgd(Paper, Revival, SolverConfig):
 class ClosedForm(SolverConfig):
     """Options of solvers with a decoder step; penalties are in the units of a sum of squared errors over all rows."""
 
-    trained: ClassVar[int] = 1  # matrices that descent moves
-
     alpha: Annotated[
         NonNegative | Literal["auto"],
         Shown(
@@ -344,22 +342,6 @@ class ClosedForm(SolverConfig):
             advanced=True,
         ),
     ] = "auto"
-
-    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """Peak bytes per process without the codes of a batch: of the decoder step, solved in the way that takes least,
-        and `other_bytes`."""
-        from .ridge import plan
-
-        ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
-        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.other_bytes(rows, d_in, d_sae)
-
-    def other_bytes(self, rows: int, d_in: int, d_sae: int) -> int:
-        """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
-        from .decoder_step import sampled_bytes
-
-        matrices = 3 + self.trained * 3  # gradient and two vectors of Adam
-        return sampled_bytes(rows, d_in, d_sae) + 4 * matrices * d_in * d_sae
 
 
 @dataclass(frozen=True)
@@ -398,7 +380,6 @@ class PamSgd(Revival, ClosedForm):
 
     name: ClassVar[str] = "pam-sgd"
     made_by: ClassVar[str] = "upkeep:PamSgdSolver"
-    trained: ClassVar[int] = 2  # once the decoder is released
     # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201; sgd gets worse.
     most_for_few: ClassVar[float] = 2.0
     # The same, 9,216 latents, 4,000 steps, topk 32: FVU 0.158 with 2/3, at twice that rate 0.149, at four times 0.162;

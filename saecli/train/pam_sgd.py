@@ -86,8 +86,6 @@ class PamSolver(Solver):
         self.figures = dict.fromkeys(FIGURES, math.nan)
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self.encoder_norm = dictionary.W_enc.norm().item()  # at the start
-        width = max(initial.d_in, initial.d_out)
-        self._memory = task.memory - config.other_bytes(task.rows, width, initial.d_sae)
 
     def passes(self) -> dict[int, Pass]:
         """When decoder steps are due, by the encoder steps before them: after each epoch over all rows."""
@@ -152,7 +150,7 @@ class PamSolver(Solver):
             W_dec = torch.cat([W_dec, W_dec.new_zeros(len(W_dec), dictionary.d_in)], 1)
         d_sae, d_out = W_dec.shape
         system = plan(
-            due.rows, d_sae, d_out, self._memory, self.config.solve, dictionary.prefixes
+            due.rows, d_sae, d_out, self.task.memory, self.config.solve, dictionary.prefixes
         ).system(W_dec, codes_again)
         return Moments(system, dictionary, self.task.training.sparsity or "none", due.rows)
 

@@ -16,6 +16,8 @@ from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.opening import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
+from . import ridge
+from .decoder_step import sampled_bytes
 from .options import (
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
@@ -255,8 +257,8 @@ def _precision(training: TrainingConfig, weights: int) -> Precision:
 
 
 def demand_machine(plan: Plan, communicator: Communicator) -> int:
-    """The bytes free for the solver; ConfigError for too little memory for decoder steps, a precision the device lacks,
-    or a batch too small for several processes."""
+    """The bytes free for a decoder step; ConfigError if it needs more, for a precision that the device lacks, or for a
+    batch too small for several processes."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
@@ -265,21 +267,21 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
             f"--batch-size must be at least the number of processes, {communicator.world_size}, which share "
             f"every batch, got {training.batch_size}"
         )
-    # Codes, their gradients, a copy.
-    batch = 3 * 4 * d_sae * max(training.batch_size, BLOCK_ROWS)
+    width = max(rows.d_in, rows.d_target)
+    weights = 9 * 4 * d_sae * width  # three matrices; of two a gradient and two vectors of Adam
+    batch = 3 * 4 * d_sae * max(training.batch_size, BLOCK_ROWS)  # codes, their gradients, a copy
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
-    free = int(least_free.item())
+    free = int(least_free.item()) - weights - batch - sampled_bytes(rows.rows, width, d_sae)
     if isinstance(solver, ClosedForm):
-        width = max(rows.d_in, rows.d_target)
-        needed = batch + solver.memory(rows.rows, width, d_sae, training.nested)
+        needed = ridge.plan(rows.rows, d_sae, width, free, solver.solve, training.nested).bytes
         if needed > free:
             raise ConfigError(
-                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
-                f"{free / 2**30:.1f} GiB are free for it; use a smaller --d-sae, or --solver sgd, which solves "
-                "for no decoder"
+                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory for a "
+                f"decoder step, {max(free, 0) / 2**30:.1f} GiB are free for it; use a smaller --d-sae, or --solver "
+                "sgd, which solves for no decoder"
             )
-    return free - batch
+    return free
 
 
 def doubts_at_start(plan: Plan) -> list[str]:

@@ -53,7 +53,7 @@ class Task:
     # W_enc or W_dec, kept bit for bit; then no latent is re-aimed or rescaled.
     held: str | None = None
     begun: bool = False  # from an SAE: latents are revived once, before the first step
-    memory: float = math.inf  # bytes that the solver may use
+    memory: float = math.inf  # bytes that a decoder step may use
 
     @property
     def batches(self) -> int:
