@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -253,6 +254,7 @@ def train_and_print(session: Session, jobs: Sequence[Job], each: bool = False) -
         except Exception as error:  # reported at the end, when the others have finished
             if alone or processes.world_size > 1:  # the other processes may wait for this one
                 raise
+            traceback.clear_frames(error.__traceback__)  # which hold the run's tensors
             errors.append(error.within(job.name) if isinstance(error, SaeError) else error)
     if processes.is_main:
         _draw_curves([Path(document["path"]) for document in documents])
