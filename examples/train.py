@@ -8,7 +8,7 @@ from pathlib import Path
 
 from saecli.base.options import toml_lines
 
-OF_FILES = ("clip_norm", "weight_decay", "mu_enc", "nu_enc", "mu_dec", "nu_dec", "beta", "bias")
+OF_FILES = ("clip_norm", "weight_decay", "mu_enc", "nu_enc", "mu_dec", "nu_dec", "beta")
 
 
 def main(words: list[str]) -> int:
@@ -20,8 +20,7 @@ def main(words: list[str]) -> int:
         if word == "--config":
             preset = tomllib.loads(Path(next(given)).read_text(encoding="utf-8")) | preset
         elif name in OF_FILES:
-            value = next(given)
-            preset[name] = value if name == "bias" else float(value)
+            preset[name] = float(next(given))
         else:
             rest.append(word)
     if not preset:

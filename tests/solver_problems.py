@@ -154,7 +154,7 @@ SOLVERS = [
     ("pam-sgd", {"solve": "iterative"}),
     ("pam-sgd", {"decoder_every": 1, "d_sae": 24}),
     ("pam-sgd", {"d_sae": 400}),
-    ("pam", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1}),
+    ("pam", {"alpha": 1.0, "mu_enc": 0.1, "mu_dec": 0.1}),
 ]
 # The last but one solves in the dimension of the rows, of which there are fewer than latents; the one before solves
 # after every batch.
@@ -190,5 +190,5 @@ def trained_on(
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
     options = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    (sae,) = Loop([start_training(planned(rows, solver, act, options), record)]).train()
+    sae = Loop(start_training(planned(rows, solver, act, options), record)).train()
     return sae, record.kept

@@ -7,7 +7,7 @@
 #
 # Settings of the paper's code: d_sae 256, K = 15 largest in magnitude, relu without a penalty, Adam at 3e-3 on batches
 # of 128, 50 epochs; pixels standardised by one mean and deviation; the decoder solved after
-# each epoch, without a bias, with a ridge of 1e-6. Way `default`: the tool's defaults, with the same epochs.
+# each epoch with a ridge of 1e-6. Way `default`: the tool's defaults, with the same epochs.
 section=mnist takes="images, in a file that sae import takes [MNIST from the hub; with --quick digits]"
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"

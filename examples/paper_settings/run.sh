@@ -5,7 +5,7 @@
 #     examples/paper_settings/run.sh --seeds 3             # Gemma-2-2B, layer 12; wants a GPU
 #
 # The paper's settings are those of `paper_pam` and `paper_sgd` in common.sh. Ways: paper; ridge, which is the same but
-# for a ridge that leave-one-out chooses, of a decoder solved jointly with its bias; default, the tool's own.
+# for a ridge that leave-one-out chooses; default, the tool's own.
 section=paper_settings
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"
@@ -17,7 +17,7 @@ else
     few="0.11 0.23 0.7 1"
 fi
 activations $epochs
-ridge="--alpha auto --bias joint"
+ridge="--alpha auto"
 count() {  # rows in a share of them
     per "$rows" "$1" | cut -d. -f1
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError, SaeError, flag_of
 from ..base.home import checked_name, now
 from ..base.options import options_from
 from ..base.processes import communicator
@@ -86,7 +87,7 @@ def command(
         typer.Option(
             "--each",
             help="Train one SAE for each store of --data, or with --target one transcoder for each layer, one after "
-            "the other; rerun it to resume.",
+            "another; rerun it to resume.",
         ),
     ] = False,
     target: Annotated[
@@ -149,10 +150,10 @@ def command(
     With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
     comes once, nothing but the run is written, and a stopped run begins anew.
 
-    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
-    trained together from one reading of the rows, each with the same result as alone.
+    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values, one
+    after another, in one table; if one fails, the others go on.
 
-    --data 'mlp-*' --each trains one SAE for each store with such a name, in one table; if one fails, the others go on.
+    --data 'mlp-*' --each trains one SAE for each store with such a name.
     With --target 'out-*' each predicts the store of its layer: a set of transcoders, which `sae export` puts into one
     folder.
 
@@ -166,28 +167,28 @@ def command(
     with ExitStack() as claims:
         if resume:
             demand_alone(session)
-            groups = [[resume_job(session.home, name, session.console, claims)]]
+            jobs = [resume_job(session.home, name, session.console, claims)]
         else:
-            groups = _new_jobs(session, options, claims)
-        train_and_print(session, groups, each)
+            jobs = _new_jobs(session, options, claims)
+        train_and_print(session, jobs, each)
 
 
 def demand_alone(session: Session) -> None:
     """Refuse options that do nothing with `--resume`."""
     others = session.given - {"name", "resume", "json"}
-    if others == {"runs"}:
+    if others == {"run"}:
         raise ConfigError(
             "RUN is not what --resume goes on with; name that by --name, leave RUN out"
         )
     if others:
         raise ConfigError(
-            f"{flag_of(min(others - {'runs'}))} does nothing with --resume, which goes on with the settings "
+            f"{flag_of(min(others - {'run'}))} does nothing with --resume, which goes on with the settings "
             "of the run; leave it out"
         )
 
 
-def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
-    """Groups of runs to train together: one for each store of `--each`, with a run for each combination of options."""
+def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[Job]:
+    """The runs to train: for each store of `--each` one for each combination of options."""
     from ..train.fit import make_plan
     from ..train.jobs import Job, claim_folder, known_job, run_names
     from ..train.runs import Run
@@ -205,44 +206,42 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
         act = start_sae.activation
     stem = f"{solver}-{act}"
     of_rows = {option.name for option in FROM_MODEL}  # which the stores' options repeat
-    groups = []
+    jobs = []
     for data, target in _stores_of_each(session):
         begun = start_sae is not None
-        source, rows_of = _rows(session, options[0].values, (data, target), claims, begun)
+        source, rows_of = _rows(session, options, (data, target), claims, begun)
         prefix = f"{name or stem}-{Path(data[0]).name}" if each else name
         names = run_names(prefix, [option.varied for option in options])
         plans = [make_plan(rows_of, solver, act, option.values, start_sae) for option in options]
-        new = []
         for run_name, option, plan in zip(names, options, plans, strict=True):
-            run, known = Run(source, plan, now()), None
-            if each and run_name is not None:
-                known = known_job(
-                    session.home, run_name, run, option.varied, session.console, claims
-                )
-            if known is not None:
-                groups.append([known])
-                continue
-            given = {key: value for key, value in option.values.items() if key not in of_rows}
-            folder = claim_folder(session.home, run_name, stem, claims)
-            new.append(Job(folder, run, given, option.varied))
-        if new:
-            groups.append(new)
-    return groups
+            run, job = Run(source, plan, now()), None
+            if run_name is not None and (each or option.varied):
+                job = known_job(session.home, run_name, run, option.varied, session.console, claims)
+            if job is None:
+                given = {key: value for key, value in option.values.items() if key not in of_rows}
+                folder = claim_folder(session.home, run_name, stem, claims)
+                job = Job(folder, run, given, option.varied)
+            jobs.append(job)
+    return jobs
 
 
-def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: bool = False) -> None:
-    """Train runs in claimed folders, those of a group together, and print their results; with `each` as of several."""
+def train_and_print(session: Session, jobs: Sequence[Job], each: bool = False) -> None:
+    """Train runs in claimed folders, one after another, and print their results; with `each` as of several."""
     from ..show.tables import compared_tables, figures_table, results_table
-    from ..train.jobs import train_runs
+    from ..train.jobs import train_run
 
-    processes, first = communicator(), groups[0][0]
-    alone = not each and sum(map(len, groups)) == 1
+    processes, first = communicator(), jobs[0]
+    alone = not each and len(jobs) == 1
     documents: list[dict[str, Any]] = []
-    errors: dict[str, Exception] = {}
-    for jobs in groups:
-        results, failed = train_runs(jobs, session.console, alone)
-        documents += results
-        errors |= failed
+    errors: list[Exception] = []
+    for job in jobs:
+        try:
+            documents.append(train_run(job, session.console))
+        except Exception as error:  # reported at the end, when the others have finished
+            if alone or processes.world_size > 1:  # the other processes may wait for this one
+                raise
+            traceback.clear_frames(error.__traceback__)  # which hold the run's tensors
+            errors.append(error.within(job.name) if isinstance(error, SaeError) else error)
     if processes.is_main:
         _draw_curves([Path(document["path"]) for document in documents])
     shown: list[Any] = []
@@ -257,10 +256,10 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
         else:
             shown.append(f"saved in {first.folder.parent}; loss.png in each has its curves")
     session.console.print_result(documents[0] if alone else {"runs": documents}, *shown)
-    for number, error in enumerate(errors.values(), 1):
-        if number == len(errors):
-            raise error
-        session.console.note(str(error))
+    for failure in errors[:-1]:
+        session.console.note(str(failure))
+    if errors:
+        raise errors[-1]
 
 
 def _draw_curves(folders: Sequence[Path]) -> None:
@@ -291,7 +290,7 @@ def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
 
 def _rows(
     session: Session,
-    options: Mapping[str, Any],
+    options: Sequence[Given],
     names: tuple[Sequence[str], str | None],
     claims: ExitStack,
     begun: bool,
@@ -301,20 +300,25 @@ def _rows(
     from ..store.opening import open_joined
     from ..train.plan import parts_of
 
-    processes = communicator()
-    if "model" in options:
+    processes, values = communicator(), options[0].values
+    if "model" in values:
         idle = session.given & {"data", "each", "target", "fraction"}
         if idle:
             raise ConfigError(
-                f"{flag_of(min(idle))} does nothing with --model {options['model']}, whose rows are not "
+                f"{flag_of(min(idle))} does nothing with --model {values['model']}, whose rows are not "
                 "stored; leave one of them out, or store rows by `sae extract`"
+            )
+        if len(options) > 1:
+            raise ConfigError(
+                "--model gives its rows once, to one run: expected one value of each option, got "
+                f"{len(options)} combinations; give one, or make a store by `sae extract`, and train on that"
             )
         if processes.world_size > 1:
             raise ConfigError(
                 f"--model goes with one process, got {processes.world_size}; run it without torchrun, "
                 "or make a store by `sae extract`, and train on that"
             )
-        return _rows_of_model(session, options, claims, begun)
+        return _rows_of_model(session, values, claims, begun)
     idle = session.given & {"layer", "site", "module", *(option.name for option in FROM_MODEL)}
     if idle:
         raise ConfigError(

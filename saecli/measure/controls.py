@@ -203,7 +203,7 @@ class _Work:
 
     def _trained(self, control: str, plan: Plan) -> Measured:
         with self.listener.progress(f"training {control}", plan.steps, "steps") as show:
-            (sae,) = Loop([start_training(plan, Record(), show)]).train()
+            sae = Loop(start_training(plan, Record(), show)).train()
         dead = reconstruction(sae, raw_batches(plan.train_rows))["silent_fraction"]
         subject = replace(self.run.subject, name=control, dead_fraction=dead)
         return replace(self.run, subject=subject, saved=SavedSAE(sae, self.run.saved.origin))

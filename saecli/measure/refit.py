@@ -35,7 +35,7 @@ from .evaluate import check_model, evaluate_all, note_doubts
 from .measured import ChosenRows, Measured, RowsLike
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
-FIGURES = ("alpha", "relative_alpha", "c", "condition", "dof")  # of the solve, in `run.json`
+FIGURES = ("alpha", "relative_alpha", "c", "condition")  # of the solve, in `run.json`
 NOT_FINITE = (
     "the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
     "at the SAE and at the rows for huge numbers"
@@ -103,7 +103,7 @@ def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState
     )
     try:
         factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, None)
-        return solve(moments.system, terms, factorisation, moments.z)
+        return solve(moments.system, terms, factorisation)
     except TrainingError as error:  # which advises on training
         raise RunError(NOT_FINITE) from error
 

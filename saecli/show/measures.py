@@ -281,7 +281,6 @@ def refit_table(document: Document) -> RenderableType:
     ridge = "ridge towards the old decoder, over the mean Gram diagonal"
     rows += [
         [ridge, None, final["relative_alpha"]],
-        ["effective degrees of freedom", None, final["dof"]],
         ["factor of the old decoder", None, final["c"]],
     ]
     title = (

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
@@ -29,7 +28,6 @@ from ..extract.splice import (
     stored_windows,
 )
 from ..extract.streaming import Streamed, open_stream
-from ..extract.together import demand_together
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..store.opening import Joined, open_joined
@@ -41,10 +39,10 @@ from .loop import Loop
 from .options import MEASURED_ROWS, TRAINED, TrainingConfig
 from .plan import split_kept_out
 from .rows import ArrayRows
-from .runs import CHECKPOINT, Run, RunRecord, claimed, load_checkpoint, save_checkpoint
+from .runs import Run, claimed
 from .start import Start, fingerprint
-from .through import FinetunePlan, SplicedText, ThroughLoop, TogetherLoop
-from .training import Progress, Record, Training, start_training
+from .through import FinetunePlan, SplicedText, ThroughLoop
+from .training import Record, Training, start_training
 
 SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
 
@@ -80,65 +78,41 @@ class Opened:
     def open(
         cls,
         home: Home,
-        saes: Sequence[SAELike],
+        sae: SAELike,
         settings: Settings,
-        named: Sequence[Named],
+        named: Named | None,
         listener: Listener,
-    ) -> list[Self]:
-        """Open what `sae finetune` names, several SAEs to train at once, on the text of the first; `named` has the
-        stores of each, if not its own."""
+    ) -> Self:
+        """Open what `sae finetune` names; `named` are the stores, if not the SAE's own."""
         processes, (config, training, text) = communicator(), settings
-        opened = [open_sae(home, sae, listener) for sae in saes]
+        subject, saved = open_sae(home, sae, listener)
         place = place_given(config.layer, config.site, config.module)
-        acts = [hooked(one, *place, "fine-tuning") for one in opened]
-        subject = opened[0][0]
-        if config.together:
-            demand_together(acts)
-            if len({one.split_seed for one, _ in opened}) > 1:
-                raise ConfigError(
-                    "--together needs one split: expected runs of one --split-seed, so that the text kept out of "
-                    "training is the same, got several"
-                )
-        source = model_of(acts, config.model, listener, config.model_revision)
-        stores: list[Joined | Streamed]
+        acts, seed = hooked((subject, saved), *place, "fine-tuning"), subject.split_seed
+        source = model_of([acts], config.model, listener, config.model_revision)
+        stores: Joined | Streamed
         if "dataset" in text:
-            if named:
+            if named is not None:
                 raise ConfigError(
                     "cannot use both --data and --dataset at the same time; use one of them"
                 )
-            seed = subject.split_seed
-            stream, spliced = _stream_text(home, acts[0], source, settings, seed, listener)
-            stores = [stream] * len(saes)
+            stores, spliced = _stream_text(home, acts, source, settings, seed, listener)
         else:
-            its_named: Sequence[Named | None] = named or [None] * len(saes)
-            joined = processes.main_first(
-                lambda: [
-                    _open_stores(home, one, its_stores, listener)
-                    for (one, _), its_stores in zip(opened, its_named, strict=True)
-                ]
-            )
-            stores = [*joined]
+            stores = processes.main_first(lambda: _open_stores(home, subject, named, listener))
             model_dtype = text.get("model_dtype", "auto")
             device = device_named(training.device)
             model = LanguageModel(source, device, head=True, dtype=model_dtype)
-            spliced = _read_text(joined[0], model, acts[0], config.tokens, subject.split_seed)
+            spliced = _read_text(stores, model, acts, config.tokens, seed)
         order = np.random.default_rng(0).permutation(len(spliced.train))
         shuffled = [spliced.train[number] for number in order]
-        train, test = processes.broadcast_object(
+        rows, test_rows = processes.broadcast_object(
             lambda: (
-                spliced.activations(shuffled, SAMPLE_TOKENS, acts),
-                spliced.activations(spliced.test, MEASURED_ROWS, acts),
+                spliced.activations(shuffled, SAMPLE_TOKENS),
+                spliced.activations(spliced.test, MEASURED_ROWS),
             )
         )
-        together = tuple(acts) if config.together else ()
-        parts = []
-        of_saes = zip(saes, opened, acts, stores, train, test, strict=True)
-        for sae, (one, saved), at, its_stores, rows, test_rows in of_saes:
-            name = lasting_name(home, one.name if sae is None else sae, one)
-            start = Start(name, fingerprint(saved.sae), saved.sae)
-            its_text = replace(spliced, hooked=at, together=together)
-            parts.append(cls(its_stores, start, its_text, rows, test_rows, subject.split_seed))
-        return parts
+        name = lasting_name(home, subject.name if sae is None else sae, subject)
+        start = Start(name, fingerprint(saved.sae), saved.sae)
+        return cls(stores, start, spliced, rows, test_rows, seed)
 
     def run(self, settings: Settings, created: str) -> "FinetuneRun":
         tokens_per_step = self.text.windows_per_step * self.text.rows.mean()
@@ -228,53 +202,6 @@ def _stream_text(
     return stream, SplicedText(Passes(extraction.model), acts, *parts)
 
 
-class Members(NamedTuple):
-    """The folders of the runs of a set that is trained at once, and their states until all are known. The checkpoint of
-    the first has all of them, so that a kill leaves all at one step."""
-
-    folders: Sequence[Path]
-    states: dict[str, Tensor]  # by run/name
-
-    def demand_whole(self) -> None:
-        """RunError unless the set has a checkpoint, and these are all its runs."""
-        saved, names = load_checkpoint(self.folders[0]), {folder.name for folder in self.folders}
-        known = set() if saved is None else {name.partition("/")[0] for name in saved[0]}
-        if known != names:
-            missing = ", ".join(sorted(known - names)) or "its checkpoint"
-            raise RunError(
-                f"cannot go on with {self.folders[0].name}: it is one of a set that is trained at once, and "
-                f"{missing} is missing; name all its runs by a pattern, --name 'u-*', or begin anew"
-            )
-
-
-class MemberRecord(RunRecord):
-    """Writes the files of a run of a set."""
-
-    def __init__(self, run: Run, folder: Path, members: Members) -> None:
-        super().__init__(run, folder)
-        self._members = members
-
-    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
-        saved, begins = load_checkpoint(self._members.folders[0]), f"{self.folder.name}/"
-        if saved is None:
-            return None
-        own = {name: tensor for name, tensor in saved[0].items() if name.startswith(begins)}
-        return {name.removeprefix(begins): tensor for name, tensor in own.items()}, saved[1]
-
-    def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
-        """Keep the SAE; with the last of the set write all states."""
-        self.keep(sae)
-        folders, states = self._members
-        states |= {f"{self.folder.name}/{name}": tensor for name, tensor in state.items()}
-        if len({name.partition("/")[0] for name in states}) < len(folders):
-            return
-        save_checkpoint(folders[0], states, progress)
-        states.clear()
-        for other in folders[1:]:
-            if not (other / CHECKPOINT).exists():  # so that it counts as a run to resume
-                save_checkpoint(other, {}, progress)
-
-
 @dataclass(frozen=True)
 class FinetuneRun(Run):
     """A fine-tuning, as a run: it acts where the SAE did from which it began."""
@@ -283,20 +210,8 @@ class FinetuneRun(Run):
 
     text: SplicedText
 
-    def name_to_resume(self, name: str) -> str:
-        if not self.plan.as_one or self.plan.start is None:
-            return name
-        return f"'{name.removesuffix(Path(self.plan.start.name).name)}*'"
-
-    def records(self, runs: Mapping[Path, Run]) -> list[RunRecord]:
-        if not self.plan.as_one:
-            return super().records(runs)
-        members = Members(sorted(runs), {})
-        return [MemberRecord(run, folder, members) for folder, run in runs.items()]
-
-    def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
-        kind = TogetherLoop if self.plan.as_one else ThroughLoop
-        return kind(trainings, self.text, alone)
+    def loop(self, training: Training) -> Loop:
+        return ThroughLoop(training, self.text)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -324,22 +239,17 @@ class FinetuneRun(Run):
         return chosen, {name: resolved[name] for name in names & resolved.keys()}
 
 
-def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> list[Job]:
-    """The unfinished fine-tuning `name`, else the newest, or by a pattern the set that is trained at once; folders are
-    claimed until `claims` is closed."""
+def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
+    """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
     processes = communicator()
-    names = [name] if name is None else home.runs.matching([name])
-    unfinished = processes.main_first(
-        lambda: [unfinished_run(home, one, listener, "finetune") for one in names]
+    folder, document = processes.main_first(
+        lambda: unfinished_run(home, name, listener, "finetune")
     )
-    folders, documents = zip(*unfinished, strict=True)
     if processes.is_main:
-        for folder in folders:
-            claims.enter_context(claimed(folder, new=False))
-    folder, document = unfinished[0]
+        claims.enter_context(claimed(folder, new=False))
     try:
         config = {key: value for key, value in document["solver"].items() if key != "name"}
-        streamed, begun = document.get("streamed") or {}, [each["init"] for each in documents]
+        streamed, begun = document.get("streamed") or {}, document["init"]
         settings = Settings(
             Finetune.from_json(config),
             TrainingConfig.from_json(document["training"]),
@@ -350,31 +260,19 @@ def resume_jobs(home: Home, name: str | None, listener: Listener, claims: ExitSt
             f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
             f"writes ({error}); begin it anew"
         ) from error
-    if settings.config.together:
-        Members(sorted(folders), {}).demand_whole()
-    elif len(folders) > 1:
-        raise RunError(
-            f"cannot go on with {len(folders)} runs at once: {folder.name} is no part of a set; name one with --name"
-        )
-    named = [
-        ([each["data"], *each.get("beside", [])], each.get("target"))
-        for each in documents
-        if not streamed
-    ]
-    starts = [each["name"] for each in begun]
-    opened = Opened.open(home, starts, settings, named, listener)
-    jobs = []
-    for one, folder, document in zip(opened, folders, documents, strict=True):
-        for what, has_changed in (
-            (document["init"]["name"], one.start.hash != document["init"]["hash"]),
-            (one.stores.name, one.stores.hash != document["data_hash"]),
-        ):
-            if has_changed:
-                raise RunError(
-                    f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
-                )
-        jobs.append(Job(folder, one.run(settings, document["created"])))
-    return jobs
+    named = None
+    if not streamed:
+        named = [document["data"], *document.get("beside", [])], document.get("target")
+    opened = Opened.open(home, begun["name"], settings, named, listener)
+    for what, has_changed in (
+        (begun["name"], opened.start.hash != begun["hash"]),
+        (opened.stores.name, opened.stores.hash != document["data_hash"]),
+    ):
+        if has_changed:
+            raise RunError(
+                f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
+            )
+    return Job(folder, opened.run(settings, document["created"]))
 
 
 def finetune(
@@ -403,17 +301,12 @@ def finetune(
     demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
     listener = listening(progress)
     settings = Settings.of({"model": model, **options})
-    names = [data] if isinstance(data, str) else data or []
-    if settings.config.together:
-        raise ConfigError(
-            "--together is an option of the command alone: sae finetune 't-*' --together"
-        )
-    named = [(names, None)] if names else []
-    (opened,) = Opened.open(Home.at(home), [sae], settings, named, listener)
+    names = [data] if isinstance(data, str) else data
+    opened = Opened.open(Home.at(home), sae, settings, (names, None) if names else None, listener)
     run = opened.run(settings, created="")
     with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
         training = start_training(run.plan, Record(), show)
-        (tuned,) = run.loop([training]).train()
+        tuned = run.loop(training).train()
     for note in training.notes():
         listener.note(note)
     assert training.comparison is not None, "it begins with an SAE"

@@ -3,8 +3,9 @@
 Imports no torch, so that help pages are fast.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
 from ..extract.options import ExtractConfig
@@ -29,6 +30,7 @@ class Finetune(SolverConfig):
 
     name: ClassVar[str] = "finetune"
     made_by: ClassVar[str] = "through:ThroughModel"
+    gone: ClassVar[Sequence[tuple[str, Any]]] = (("together", False),)
 
     model: Annotated[
         str | None,
@@ -64,14 +66,6 @@ class Finetune(SolverConfig):
     fvu_weight: Annotated[
         NonNegative, Shown("Weight of FVU next to the objective, in nats per token.")
     ] = 5.0
-    together: Annotated[
-        bool,
-        Shown(
-            "Train all RUNs, such as a set of transcoders, on one objective: of the model with all of them spliced in; "
-            "FVU is their mean. Each is saved as NAME-RUN.",
-            once=True,
-        ),
-    ] = False
     only: Annotated[
         Literal["decoder"] | None,
         Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),

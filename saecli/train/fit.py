@@ -111,7 +111,7 @@ def fit(
     plan = planned(rows, solver, act, options, target=target, start=start)
     with listener.progress("training", plan.steps, "steps") as show:
         training = start_training(plan, Record(), show)
-        (sae,) = Loop([training]).train()
+        sae = Loop(training).train()
     for note in training.notes():
         listener.note(note)
     sae.metadata = plan.settings() | _origin(rows, plan.training)

@@ -1,21 +1,20 @@
-"""Runs to train: their names and folders, those to resume, and the training of several from one reading of the rows."""
+"""Runs to train: their names and folders, those to resume, and the training of one."""
 
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..base.console import Listener, Silent, Step
+from ..base.console import Listener, Silent
 from ..base.documents import read_run
-from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
+from ..base.errors import ConfigError, PeerError, RunError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.processes import communicator
 from .plan import doubts_at_start
-from .runs import CHECKPOINT, Run, claimed, reopen_run
+from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training
 
 
@@ -36,14 +35,6 @@ class Job:
     @property
     def has_checkpoint(self) -> bool:
         return (self.folder / CHECKPOINT).exists()
-
-    @property
-    def remedy(self) -> str:
-        """What to do after the run was stopped, in words."""
-        if not self.has_checkpoint:
-            return "run the same command again"
-        resume = f"`sae {self.run.command} --resume --name {self.run.name_to_resume(self.name)}`"
-        return f"{resume} goes on from its last checkpoint"
 
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What `sae train --json` prints."""
@@ -188,41 +179,28 @@ def unfinished_run(
     return runs.find(name), document
 
 
-def train_runs(
-    jobs: Sequence[Job], listener: Listener, alone: bool
-) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
-    """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
-
-    Returns the document that `sae train --json` prints for each run that did not fail, and the errors of the others, by
-    name. The error of a run that is `alone`, or trained by several processes, is raised.
-    """
-    if jobs[0].result is not None:
-        return [jobs[0].document(jobs[0].result)], {}
-    as_one = jobs[0].run.plan.as_one
+def train_run(job: Job, listener: Listener) -> dict[str, Any]:
+    """Train a run to the end; returns the document that `sae train --json` prints."""
+    if job.result is not None:
+        return job.document(job.result)
     try:
-        for job in jobs:
-            _begin(job, listener)
-        alone = alone or as_one or communicator().world_size > 1
-        documents, errors = _train(jobs, listener, alone)
+        _begin(job, listener)
+        document = _trained(job, listener)
     except (KeyboardInterrupt, PeerError):
-        for job in jobs[:1] if as_one else jobs:
-            if job.has_checkpoint:
-                listener.note(f"stopped; {job.remedy}")
-            else:
-                listener.note(
-                    f"stopped before the first checkpoint; nothing was saved of {job.name}"
-                )
+        if job.has_checkpoint:
+            listener.note(
+                f"stopped; `sae {job.run.command} --resume --name {job.name}` goes on from its last checkpoint"
+            )
+        else:
+            listener.note(f"stopped before the first checkpoint; nothing was saved of {job.name}")
         raise
-    finished = [job for job in jobs if job.name not in errors]
-    for job, document in zip(finished, documents, strict=True):
-        prefix = f"{job.name}: " if len(jobs) > 1 else ""
-        shown = doubts_at_start(job.run.plan)
-        for warning in document["warnings"]:
-            if warning not in shown:
-                listener.note(f"{prefix}warning: {warning}")
-        for note in document["notes"]:
-            listener.note(f"{prefix}{note}")
-    return documents, errors
+    shown = doubts_at_start(job.run.plan)
+    for warning in document["warnings"]:
+        if warning not in shown:
+            listener.note(f"warning: {warning}")
+    for note in document["notes"]:
+        listener.note(note)
+    return document
 
 
 def _begin(job: Job, listener: Listener) -> None:
@@ -237,79 +215,24 @@ def _begin(job: Job, listener: Listener) -> None:
         listener.note(f"{job.name}: warning: {warning}")
 
 
-def _train(
-    jobs: Sequence[Job], listener: Listener, alone: bool
-) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
-    errors: dict[str, Exception] = {}
-    if len(jobs) == 1:
-        title, total = "training", jobs[0].run.plan.steps
-    else:
-        title, total = f"training {len(jobs)} SAEs", None
-        if jobs[0].run.plan.as_one:
-            total = jobs[0].run.plan.steps
-    with listener.progress(title, total, "steps") as show:
-        trainings = _start_trainings(jobs, alone, show, errors)
-        loop = jobs[0].run.loop([*trainings.values()], alone)
+def _trained(job: Job, listener: Listener) -> dict[str, Any]:
+    run, processes = job.run, communicator()
+    record = RunRecord(run, job.folder) if processes.is_main else Record()
+    with listener.progress("training", run.plan.steps, "steps") as show:
+        training = start_training(run.plan, record, show, processes)
+        loop = run.loop(training)
         try:
-            saes = loop.train()
+            sae = loop.train()
         except TrainingError as error:
-            raise _explained(error, jobs[0], loop.trainings[0]) from error
-        results = iter(loop.results(saes) if saes else [])
-    for name, training in trainings.items():
-        if training in loop.errors:
-            errors[name] = loop.errors[training]
-    documents = []
-    for job in jobs:
-        if job.name in errors:
-            failure = _explained(errors[job.name], job, trainings.get(job.name))
-            if isinstance(failure, SaeError):
-                failure = failure.within(job.name)
-            errors[job.name] = failure
-            continue
-        result = next(results)
-        if communicator().is_main:
-            job.run.write(job.folder, result)
-        documents.append(job.document(result))
-    return documents, errors
+            raise _explained(error, training) from error
+        result = loop.result(sae)
+    if processes.is_main:
+        run.write(job.folder, result)
+    return job.document(result)
 
 
-def _start_trainings(
-    jobs: Sequence[Job], alone: bool, show: Step, errors: dict[str, Exception]
-) -> dict[str, Training]:
-    """The trainings, by name; the error of one that is not `alone` goes into `errors`."""
-    trainings: dict[str, Training] = {}
-    steps: dict[str, float] = {}
-
-    def show_sum(name: str, done: float, words: str = "") -> None:
-        steps[name] = done
-        show(sum(steps.values()), f"{name}: {words}")
-
-    records: Sequence[Record] = [Record()] * len(jobs)
-    if communicator().is_main:
-        records = jobs[0].run.records({job.folder: job.run for job in jobs})
-    for job, record in zip(jobs, records, strict=True):
-        try:
-            trainings[job.name] = start_training(
-                job.run.plan,
-                record,
-                show if alone else partial(show_sum, job.name),
-                len(jobs),
-                communicator(),
-                shared=None
-                if job.run.plan.as_one
-                else next((training.rows for training in trainings.values()), None),
-            )
-        except Exception as error:  # reported at the end, when the others have finished
-            if alone:
-                raise
-            errors[job.name] = error
-    return trainings
-
-
-def _explained(error: Exception, job: Job, training: Training | None = None) -> Exception:
-    """The error, of training with words on what is kept of the run."""
-    if training is None or not isinstance(error, TrainingError):
-        return error
+def _explained(error: TrainingError, training: Training) -> TrainingError:
+    """The error, with words on what is kept of the run."""
     kept, steps = training.progress.step, training.plan.steps
     stops = f"the run stops at step {training.solver.steps:,} of {steps:,}"
     if not kept:

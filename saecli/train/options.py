@@ -6,6 +6,7 @@ Imports no torch, so that help pages are fast; methods that need it import it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -324,8 +325,6 @@ class Sgd(Paper, Revival, SolverConfig):
 class ClosedForm(SolverConfig):
     """Options of solvers with a decoder step; penalties are in the units of a sum of squared errors over all rows."""
 
-    trained: ClassVar[int] = 1  # matrices that descent moves
-
     alpha: Annotated[
         NonNegative | Literal["auto"],
         Shown(
@@ -344,22 +343,6 @@ class ClosedForm(SolverConfig):
         ),
     ] = "auto"
 
-    def memory(self, rows: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """Peak bytes per process without the codes of a batch: of the decoder step, solved in the way that takes least,
-        and `other_bytes`."""
-        from .ridge import plan
-
-        ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
-        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.other_bytes(rows, d_in, d_sae)
-
-    def other_bytes(self, rows: int, d_in: int, d_sae: int) -> int:
-        """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
-        from .decoder_step import sampled_bytes
-
-        matrices = 3 + self.trained * 3  # gradient and two vectors of Adam
-        return sampled_bytes(rows, d_in, d_sae) + 4 * matrices * d_in * d_sae
-
 
 @dataclass(frozen=True)
 class Pam(Paper, ClosedForm):
@@ -367,21 +350,13 @@ class Pam(Paper, ClosedForm):
 
     name: ClassVar[str] = "pam"
     made_by: ClassVar[str] = "pam_sgd:PamSolver"
+    gone: ClassVar[Sequence[tuple[str, Any]]] = (("bias", "joint"), ("decoder_first", False))
     smooths: ClassVar[bool] = False
 
     beta: Annotated[
         NonNegative,
         Shown("Weight of ||b_dec||^2, next to the squared error summed over all rows.", cli=False),
     ] = 0.0
-    bias: Annotated[
-        Literal["joint", "after"],
-        Shown(
-            "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
-            "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
-            "must be a number.",
-            cli=False,
-        ),
-    ] = "joint"
     mu_dec: Annotated[
         NonNegative,
         Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", cli=False),
@@ -390,25 +365,12 @@ class Pam(Paper, ClosedForm):
         NonNegative,
         Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", cli=False),
     ] = 0.0
-    decoder_first: Annotated[
-        bool,
-        Shown(
-            "Solve for the decoder before the encoder steps of each epoch, not after them, "
-            "as in the paper's code for language models.",
-            cli=False,
-        ),
-    ] = False
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         if rows.ready < rows.rows:
             raise ConfigError(
                 f"--solver pam needs all rows in memory, at most {rows.ready:,} with --model, got "
                 f"{rows.rows:,}; lower --rows, or make a store by `sae extract`"
-            )
-        if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError(
-                "--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
-                "with W_dec; give a number, such as --alpha 1, or use --bias joint"
             )
 
 
@@ -418,7 +380,6 @@ class PamSgd(Revival, ClosedForm):
 
     name: ClassVar[str] = "pam-sgd"
     made_by: ClassVar[str] = "upkeep:PamSgdSolver"
-    trained: ClassVar[int] = 2  # once the decoder is released
     # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201; sgd gets worse.
     most_for_few: ClassVar[float] = 2.0
     # The same, 9,216 latents, 4,000 steps, topk 32: FVU 0.158 with 2/3, at twice that rate 0.149, at four times 0.162;

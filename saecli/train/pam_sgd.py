@@ -29,7 +29,7 @@ from .options import ClosedForm, Pam
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
 from .solver import Draws, Solver, Task
 
-FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual", "dof")  # of the last solution
+FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual")  # of the last solution
 
 
 class DecoderStep:
@@ -86,17 +86,11 @@ class PamSolver(Solver):
         self.figures = dict.fromkeys(FIGURES, math.nan)
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self.encoder_norm = dictionary.W_enc.norm().item()  # at the start
-        width = max(initial.d_in, initial.d_out)
-        self._memory = task.memory - config.other_bytes(task.rows, width, initial.d_sae)
 
     def passes(self) -> dict[int, Pass]:
         """When decoder steps are due, by the encoder steps before them: after each epoch over all rows."""
-        assert isinstance(self.config, Pam)
         task, chooses = self.task, self.config.alpha == "auto"
-        if self.config.decoder_first:  # before each epoch
-            steps = [*range(0, task.steps, task.batches)]
-        else:
-            steps = [*range(task.batches, task.steps, task.batches), task.steps]
+        steps = [*range(task.batches, task.steps, task.batches), task.steps]
         return {
             step: Pass(number, step, task.rows, "mid", chooses and settles(number))
             for number, step in enumerate(steps)
@@ -133,7 +127,6 @@ class PamSolver(Solver):
             W_t=self.dictionary.decoder().detach(),
             b_t=b_dec,
             decay=self._decay(step, moments),
-            joint=config.bias == "joint",
             skip=moments.skip,
         )
 
@@ -157,7 +150,7 @@ class PamSolver(Solver):
             W_dec = torch.cat([W_dec, W_dec.new_zeros(len(W_dec), dictionary.d_in)], 1)
         d_sae, d_out = W_dec.shape
         system = plan(
-            due.rows, d_sae, d_out, self._memory, self.config.solve, dictionary.prefixes
+            due.rows, d_sae, d_out, self.task.memory, self.config.solve, dictionary.prefixes
         ).system(W_dec, codes_again)
         return Moments(system, dictionary, self.task.training.sparsity or "none", due.rows)
 
@@ -197,10 +190,7 @@ class PamSolver(Solver):
             last_alpha = None if math.isnan(terms.alpha) else terms.alpha
             factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, last_alpha)
             terms = replace(terms, alpha=factorisation.alpha)
-        dof_rows = None
-        if due.number + 1 == len(self.schedule):
-            dof_rows = moments.z if len(moments.z) == moments.rows else moments.z[::8]
-        state = solve(moments.system, terms, factorisation, dof_rows, needless)
+        state = solve(moments.system, terms, factorisation, needless)
         if state.skip is not None and self.dictionary.W_skip is not None:
             state = replace(state, skip=state.skip + self.dictionary.W_skip)
         return state
@@ -212,20 +202,12 @@ class PamSolver(Solver):
             self.raised = max(self.raised, state.ridge)
 
     def record(self) -> dict[str, float]:
-        names = ("relative_alpha", "condition", "residual", "dof")
+        names = ("relative_alpha", "condition", "residual")
         known = {name: self.figures[name] for name in names if not math.isnan(self.figures[name])}
         return {**super().record(), "alpha": self.alpha, **known}
 
     def notes(self) -> list[str]:
-        chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae
         notes = []
-        at_threshold = 1 / 2 <= rows / latents <= 2 and self.figures["dof"] > 0.8 * rows
-        if not chosen and at_threshold:
-            notes.append(
-                f"--alpha {self.alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself "
-                f"with {latents:,} latents, which is where the error on other rows peaks; use --alpha "
-                "auto, or a larger --alpha"
-            )
         if self.figures["residual"] > 2 * TOLERANCE:
             notes.append(
                 f"the last decoder step was solved to a residual of {self.figures['residual']:.1g} only, "
@@ -234,7 +216,7 @@ class PamSolver(Solver):
         if self.raised:
             advice = (
                 "the codes are degenerate: see `sae sparsity`, and try a lower --lr"
-                if chosen
+                if self.config.alpha == "auto"
                 else "give a larger --alpha, or leave the choice to --alpha auto"
             )
             notes.append(

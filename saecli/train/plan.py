@@ -16,6 +16,8 @@ from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.opening import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
+from . import ridge
+from .decoder_step import sampled_bytes
 from .options import (
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
@@ -166,11 +168,6 @@ class Plan:
         return math.ceil(self.steps / self.batches)
 
     @property
-    def as_one(self) -> bool:
-        """Whether all SAEs of a group are one training, each on rows of its own."""
-        return False
-
-    @property
     def d_sae(self) -> int:
         assert self.training.d_sae is not None, "resolved"
         return self.training.d_sae
@@ -259,43 +256,32 @@ def _precision(training: TrainingConfig, weights: int) -> Precision:
     return training.precision
 
 
-def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> int:
-    """The bytes free for the solver of one of `trainings`; ConfigError for too little memory for decoder steps, a
-    precision the device lacks, or settings that several processes cannot share."""
+def demand_machine(plan: Plan, communicator: Communicator) -> int:
+    """The bytes free for a decoder step; ConfigError if it needs more, for a precision that the device lacks, or for a
+    batch too small for several processes."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
-    if communicator.world_size > 1:
-        _demand_processes(plan, trainings, communicator.world_size)
-
-    # Codes, their gradients, a copy.
-    batch = 3 * 4 * d_sae * max(training.batch_size, BLOCK_ROWS)
+    if training.batch_size < communicator.world_size:
+        raise ConfigError(
+            f"--batch-size must be at least the number of processes, {communicator.world_size}, which share "
+            f"every batch, got {training.batch_size}"
+        )
+    width = max(rows.d_in, rows.d_target)
+    weights = 9 * 4 * d_sae * width  # three matrices; of two a gradient and two vectors of Adam
+    batch = 3 * 4 * d_sae * max(training.batch_size, BLOCK_ROWS)  # codes, their gradients, a copy
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
-    free = int(least_free.item()) // trainings
+    free = int(least_free.item()) - weights - batch - sampled_bytes(rows.rows, width, d_sae)
     if isinstance(solver, ClosedForm):
-        width = max(rows.d_in, rows.d_target)
-        needed = batch + solver.memory(rows.rows, width, d_sae, training.nested)
+        needed = ridge.plan(rows.rows, d_sae, width, free, solver.solve, training.nested).bytes
         if needed > free:
             raise ConfigError(
-                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
-                f"{free / 2**30:.1f} GiB are free for it; use a smaller --d-sae, or --solver sgd, which solves "
-                "for no decoder"
+                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory for a "
+                f"decoder step, {max(free, 0) / 2**30:.1f} GiB are free for it; use a smaller --d-sae, or --solver "
+                "sgd, which solves for no decoder"
             )
-    return free - batch
-
-
-def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
-    if trainings > 1 and not plan.as_one:
-        raise ConfigError(
-            f"options given several times train {trainings} SAEs in one process: expected one, got "
-            f"{world_size}; run it without torchrun, or give each value to a command of its own"
-        )
-    if plan.training.batch_size < world_size:
-        raise ConfigError(
-            f"--batch-size must be at least the number of processes, {world_size}, which share every "
-            f"batch, got {plan.training.batch_size}"
-        )
+    return free
 
 
 def doubts_at_start(plan: Plan) -> list[str]:

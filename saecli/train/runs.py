@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -62,16 +62,8 @@ class Run:
     plan: Plan
     created: str
 
-    def name_to_resume(self, name: str) -> str:
-        """What --name takes for the run of this name."""
-        return name
-
-    def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
-        return Loop(trainings, alone)
-
-    def records(self, runs: "Mapping[Path, Run]") -> "list[RunRecord]":
-        """Of the runs of a group, by their folders."""
-        return [RunRecord(run, folder) for folder, run in runs.items()]
+    def loop(self, training: Training) -> Loop:
+        return Loop(training)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -215,7 +207,6 @@ class WandbRun:
                     resume="allow",
                     dir=str(folder),
                     config=run.stores.names() | run.plan.settings(),
-                    reinit="create_new",  # several runs may be trained at once
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except wandb.errors.Error as error:

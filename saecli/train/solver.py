@@ -53,7 +53,7 @@ class Task:
     # W_enc or W_dec, kept bit for bit; then no latent is re-aimed or rescaled.
     held: str | None = None
     begun: bool = False  # from an SAE: latents are revived once, before the first step
-    memory: float = math.inf  # bytes that the solver may use
+    memory: float = math.inf  # bytes that a decoder step may use
 
     @property
     def batches(self) -> int:
@@ -85,7 +85,7 @@ class StepReport:
 class Solver:
     """Trains a dictionary on batches that are pushed to it, one optimiser step each.
 
-    After the steps that `schedule` names, and before the first for 0, the loop makes a decoder step.
+    After the steps that `schedule` names the loop makes a decoder step.
 
     Args:
         dictionary: trained in place, but for the parameters named in `held`.

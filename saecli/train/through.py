@@ -12,8 +12,8 @@ Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Fi
 Shapes: n rows of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -27,7 +27,6 @@ from ..base.processes import ALONE, Communicator
 from ..extract.forward import pass_tokens
 from ..extract.passes import CleanPass, Passes, effects
 from ..extract.splice import Hooked, StoredWindow, in_batches, stored_activations
-from ..extract.together import TogetherPass, effects_together
 from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
@@ -60,7 +59,6 @@ class SplicedText:
     hooked: Hooked
     train: Sequence[StoredWindow]
     test: Sequence[StoredWindow]
-    together: tuple[Hooked, ...] = ()  # where each SAE of a set acts that is trained at once
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -84,30 +82,26 @@ class SplicedText:
             numbers.append(int(_shuffled(seed, pass_number, len(self.train))[place]))
         return numbers
 
-    def activations(
-        self, windows: Sequence[StoredWindow], tokens: int, acts: Sequence[Hooked]
-    ) -> list[ArrayRows]:
-        """Those of about the first `tokens` rows for each SAE, with a transcoder's targets; of many hook points fewer,
-        for at most 2 GiB in all."""
-        points = list(dict.fromkeys(point for at in acts for point in (*at.reads, *at.writes)))
+    def activations(self, windows: Sequence[StoredWindow], tokens: int) -> ArrayRows:
+        """Those of about the first `tokens` rows, with a transcoder's targets; of many hook points fewer, for at most
+        2 GiB in all."""
+        model, at = self.passes.model, self.hooked
+        points = list(dict.fromkeys((*at.reads, *at.writes)))
         blocks: list[list[Tensor]] = []
-        left = min(tokens, 2**31 // (4 * len(points) * self.passes.model.source.d_model))
-        for block in stored_activations(self.passes.model, windows, points, self.pass_tokens):
+        left = min(tokens, 2**31 // (4 * len(points) * model.source.d_model))
+        for block in stored_activations(model, windows, points, self.pass_tokens):
             blocks.append([part.float().cpu() for part in block])
             left -= len(block[0])
             if left <= 0:
                 break
         at_points = dict(zip(points, map(torch.cat, zip(*blocks, strict=True)), strict=True))
-        of_saes = []
-        for at in acts:
-            x = torch.cat([at_points[point] for point in at.reads], 1)
-            y = None
-            if at.reads != at.writes:
-                y = torch.cat([at_points[point] for point in at.writes], 1)
-            rows = ArrayRows(x, y)
-            rows.widths = rows.places = at.sae.widths
-            of_saes.append(rows)
-        return of_saes
+        x = torch.cat([at_points[point] for point in at.reads], 1)
+        y = None
+        if at.reads != at.writes:
+            y = torch.cat([at_points[point] for point in at.writes], 1)
+        rows = ArrayRows(x, y)
+        rows.widths = rows.places = at.sae.widths
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,30 +112,6 @@ class StepWindows:
     normalisation: Normalisation
     windows: list[StoredWindow]
     size: int
-
-
-def descend(
-    batch: StepWindows,
-    solvers: "Sequence[ThroughModel]",
-    part: Callable[[StepWindows, list[StoredWindow]], Tensor],
-) -> Tensor:
-    """Set the gradients of the solvers' dictionaries; returns loss, squared error and L0 of each. `part` adds the
-    gradients of some of the windows, and returns their part of these. Out of memory, again in smaller passes."""
-    first = solvers[0]
-    while True:
-        for solver in solvers:
-            solver.optimizer.zero_grad()
-        device = batch.text.passes.model.device
-        sums = torch.zeros(len(solvers), 3, dtype=torch.float64, device=device)
-        try:
-            for windows in in_batches(batch.windows, first.most_tokens or batch.text.pass_tokens):
-                sums += part(batch, windows)
-            return sums
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        # Outside of the except clause, where the error has released its tensors.
-        first.halve_passes(batch)
 
 
 class ThroughModel(Solver):
@@ -177,39 +147,47 @@ class ThroughModel(Solver):
 
     def step_on(self, batch: StepWindows) -> StepReport:
         """One step of descent; after the last the activation's estimates are calibrated."""
-        return self.stepped(batch.size, descend(batch, [self], self._descend_part)[0])
-
-    def stepped(self, rows: int, measures: Tensor) -> StepReport:
-        """Step along the gradient that is set, given `descend`'s measures; `rows` counts the rows of all processes."""
-        loss, squared_error, l0 = measures.unbind()
+        loss, squared_error, l0 = self._set_gradient(batch).unbind()
         self.optimizer.step(self.task.learning_rate(self.steps))
         self.steps += 1
         self._hold_l0(self.communicator.all_reduce(l0.clone()))
         if self.finished:
             self.calibrate()
-        return StepReport(self.steps, rows, loss, squared_error, l0)
+        return StepReport(self.steps, batch.size, loss, squared_error, l0)
+
+    def _set_gradient(self, batch: StepWindows) -> Tensor:
+        """Set the dictionary's gradient; returns loss, squared error and L0. Out of memory, again in smaller passes."""
+        while True:
+            self.optimizer.zero_grad()
+            sums = torch.zeros(3, dtype=torch.float64, device=batch.text.passes.model.device)
+            try:
+                for windows in in_batches(
+                    batch.windows, self.most_tokens or batch.text.pass_tokens
+                ):
+                    sums += self._descend_part(batch, windows)
+                return sums
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            # Outside of the except clause, where the error has released its tensors.
+            self._halve_passes(batch)
 
     def _descend_part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
-        hooked, normalisation = batch.text.hooked, batch.normalisation
+        """Add the gradient of some of the windows; returns their part of the measures."""
+        hooked, dictionary = batch.text.hooked, self.dictionary
+        mean, scale, target_mean, target_scale = batch.normalisation.of_sae()
         clean = CleanPass(batch.text.passes, windows, hooked.reads, hooked.writes)
-        codes, y_hat, predicted = self.predicted(clean.x, normalisation)
-        spliced = clean.spliced(predicted)
+        rows = (clean.x.to(mean) - mean) / scale
+        codes = dictionary.activated(dictionary.pre_activations(rows))
+        y_hat = dictionary.predicted(rows, codes)  # (n, L, E)
+        spliced = clean.spliced(y_hat[:, -1] * target_scale + target_mean)
         objective, slope = clean.descent(spliced.detach(), self.config.objective)
-        rest, squared_error = self.rest(clean.y, codes, y_hat, normalisation)
+        rest, squared_error = self._rest(clean.y, codes, y_hat, batch.normalisation)
         torch.autograd.backward([spliced, rest / batch.size], [slope / batch.size, None])
         loss = objective + rest.detach()
         return torch.stack([loss, squared_error, codes.count().double()]) / batch.size
 
-    def predicted(self, x: Tensor, normalisation: Normalisation) -> tuple[Codes, Tensor, Tensor]:
-        """Of raw rows, (n, D): codes, and predictions of normalised targets by prefix, (n, L, E), and of raw ones,
-        (n, E)."""
-        mean, scale, target_mean, target_scale = normalisation.of_sae()
-        rows = (x.to(mean) - mean) / scale
-        codes = self.dictionary.activated(self.dictionary.pre_activations(rows))
-        y_hat = self.dictionary.predicted(rows, codes)
-        return codes, y_hat, y_hat[:, -1] * target_scale + target_mean
-
-    def rest(
+    def _rest(
         self, y: Tensor, codes: Codes, y_hat: Tensor, normalisation: Normalisation
     ) -> tuple[Tensor, Tensor]:
         """Sums over rows: the loss without the objective, given raw targets, (n, E), and the squared error."""
@@ -225,7 +203,7 @@ class ThroughModel(Solver):
             rest = rest + max(fvu_weight, 1.0) * penalty / normalisation.variance
         return rest, errors[-1].detach()
 
-    def halve_passes(self, batch: StepWindows) -> None:
+    def _halve_passes(self, batch: StepWindows) -> None:
         """Halve the tokens of a forward pass; ModelError if one window does not fit."""
         longest = max(window.length for window in batch.windows)
         whole_step = longest * len(batch.windows)
@@ -298,50 +276,35 @@ class FinetunePlan(Plan):
     def batches(self) -> int:
         return EPOCH
 
-    @property
-    def as_one(self) -> bool:
-        return isinstance(self.solver, Finetune) and self.solver.together
-
 
 class ThroughLoop(Loop):
-    """Pushes each solver the windows of a step; every `EPOCH` steps SAEs are kept, with measures on held-out rows."""
+    """Pushes the solver the windows of a step; every `EPOCH` steps the SAE is kept, with measures on held-out rows."""
 
-    def __init__(
-        self, trainings: Sequence[Training], text: SplicedText, alone: bool = True
-    ) -> None:
-        super().__init__(trainings, alone)
+    def __init__(self, training: Training, text: SplicedText) -> None:
+        super().__init__(training)
         self.text = text
 
     def _train(self) -> None:
-        plan = self.trainings[0].plan
-        for step in range(self.trainings[0].progress.step, plan.steps):
+        steps = self.training.plan.steps
+        for step in range(self.training.progress.step, steps):
             self._step(step)
-            if not self.live():
-                return
-            if (step + 1) % EPOCH == 0 or step + 1 == plan.steps:
-                self._keep(self.live(), after_epoch=True)
+            if (step + 1) % EPOCH == 0 or step + 1 == steps:
+                self._keep(after_epoch=True)
 
     def _step(self, step: int) -> None:
-        self._each(self._step_alone, step)
-
-    def _step_alone(self, training: Training, step: int) -> None:
-        training.take(self.solver(training).step_on(self.windows_of(training, step)))
-
-    def solver(self, training: Training) -> ThroughModel:
-        assert isinstance(training.solver, ThroughModel)
-        return training.solver
-
-    def windows_of(self, training: Training, step: int) -> StepWindows:
-        """This process' part of a step's windows."""
+        training, solver = self.training, self.training.solver
+        assert isinstance(solver, ThroughModel)
         communicator = training.rows.communicator
         numbers = self.text.windows_of_step(step, training.plan.training.shuffle_seed)
         own = numbers[communicator.rank :: communicator.world_size]
         windows = [self.text.train[number] for number in own]
         rows = int(self.text.rows[numbers].sum())
-        return StepWindows(self.text, training.rows.normalisation, windows, rows)
+        own_part = StepWindows(self.text, training.rows.normalisation, windows, rows)
+        training.take(solver.step_on(own_part))
 
-    def _compare(self, training: Training) -> None:
+    def _compare(self) -> None:
         """Choose by the objective on the windows kept out of training."""
+        training = self.training
         comparison, solver = training.comparison, training.plan.solver
         assert comparison is not None and isinstance(solver, Finetune)
         saes = comparison.saes(training.solver.dictionary)
@@ -359,88 +322,11 @@ class ThroughLoop(Loop):
 
         training.choose(training.rows.communicator.broadcast_object(measure))
 
-    def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        rows = int(self.text.rows.sum())
-        return [result | {"rows_train": rows} for result in super().results(saes)]
+    def result(self, sae: SAE) -> dict[str, Any]:
+        return super().result(sae) | {"rows_train": int(self.text.rows.sum())}
 
 
-def with_loss(
-    measured: dict[str, Any], losses: dict[str, Any], solver: Finetune, fvu: float | None = None
-) -> dict[str, Any]:
-    """Measures of an SAE and its effect on the model, with what training minimises; `fvu` if not its own."""
+def with_loss(measured: dict[str, Any], losses: dict[str, Any], solver: Finetune) -> dict[str, Any]:
+    """Measures of an SAE and its effect on the model, with what training minimises."""
     objective = losses["kl" if solver.objective == "kl" else "ce_spliced"]
-    loss = objective + solver.fvu_weight * (measured["fvu"] if fvu is None else fvu)
-    return measured | losses | {"loss": loss}
-
-
-class TogetherLoop(ThroughLoop):
-    """Trains the SAEs of a set on one objective: of the model with all of them spliced in, and w times their mean FVU,
-    each on the clean activations. Before and after are compared, and kept, as sets."""
-
-    def _step(self, step: int) -> None:
-        batch = self.windows_of(self.trainings[0], step)
-        solvers = [self.solver(training) for training in self.trainings]
-        measures = descend(batch, solvers, self._descend_part)
-        for training, solver, own in zip(self.trainings, solvers, measures, strict=True):
-            training.take(solver.stepped(batch.size, own))
-
-    def _descend_part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
-        clean = TogetherPass(self.text.passes, windows, self.text.together)
-        members = [(self.solver(one), one.rows.normalisation) for one in self.trainings]
-        l0s: dict[int, Tensor] = {}
-
-        def predict(number: int, x: Tensor, y: Tensor) -> Tensor:
-            solver, normalisation = members[number]
-            codes, _, predicted = solver.predicted(x, normalisation)
-            l0s[number] = codes.count().double()
-            return predicted
-
-        spliced = clean.together(predict)
-        objective, slope = clean.descent(spliced.detach(), members[0][0].config.objective)
-        rests, errors = [], []
-        for (solver, normalisation), (x, y) in zip(members, clean.rows_of, strict=True):
-            codes, y_hat, _ = solver.predicted(x, normalisation)
-            rest, error = solver.rest(y, codes, y_hat, normalisation)
-            rests.append(rest)
-            errors.append(error)
-        rest = torch.stack(rests).mean()
-        torch.autograd.backward([spliced, rest / batch.size], [slope / batch.size, None])
-        loss = objective + rest.detach()
-        parts = [torch.stack([loss, errors[number], l0s[number]]) for number in range(len(members))]
-        return torch.stack(parts) / batch.size
-
-    def _compare(self, training: Training) -> None:
-        number = self.trainings.index(training)
-        training.choose([measures[number] for measures in self._before_and_after])
-
-    @cached_property
-    def _before_and_after(self) -> list[list[dict[str, Any]]]:
-        """The measures of each SAE of both sets."""
-        text, solver = self.text, self.trainings[0].plan.solver
-        assert isinstance(solver, Finetune)
-        pairs = []
-        for training in self.trainings:
-            assert training.comparison is not None
-            pairs.append(training.comparison.saes(training.solver.dictionary))
-
-        def measure() -> list[list[dict[str, Any]]]:
-            both = []
-            for saes in zip(*pairs, strict=True):
-                acts = [replace(at, sae=sae) for at, sae in zip(text.together, saes, strict=True)]
-                losses, errors = effects_together(text.passes, text.test, acts)
-                measured = self._measured(saes, "test_rows")
-                fvu = sum(own["fvu"] for own in measured) / len(measured)
-                pairs_of_set = zip(measured, errors, strict=True)
-                both.append(
-                    [with_loss(own | error, losses, solver, fvu) for own, error in pairs_of_set]
-                )
-            return both
-
-        return self.trainings[0].rows.communicator.broadcast_object(measure)
-
-    def _measured(self, saes: Sequence[SAE], part: str) -> list[dict[str, Any]]:
-        """Each on its own rows."""
-        return [
-            reconstruction(sae, raw_batches(getattr(training.plan, part)))
-            for sae, training in zip(saes, self.trainings, strict=True)
-        ]
+    return measured | losses | {"loss": objective + solver.fvu_weight * measured["fvu"]}

@@ -301,25 +301,21 @@ def start_training(
     plan: Plan,
     record: Record,
     show: Step = lambda done, words="": None,
-    trainings: int = 1,
     communicator: Communicator = ALONE,
-    shared: TrainingRows | None = None,
 ) -> Training:
     """Start a training, or resume it from its record's checkpoint.
 
     Args:
         show: called with the steps done and a few words on the measures.
-        trainings: number of trainings that divide the memory.
         communicator: of the processes that train on other parts of each batch.
-        shared: the rows of another training on the same rows, whose sample is reused; ignored with a checkpoint.
     """
-    memory = demand_machine(plan, trainings, communicator)
+    memory = demand_machine(plan, communicator)
     checkpoint = communicator.broadcast_object(record.checkpoint)
     state: Mapping[str, Tensor] = {}
     progress = Progress()
     if checkpoint is not None:
         state, progress = checkpoint[0], replace(checkpoint[1])
-    rows = shared if shared and not state else _normalised(plan, state, communicator)
+    rows = _normalised(plan, state, communicator)
     initial = _initial(plan, rows, state)
     solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
     comparison = None

@@ -30,7 +30,7 @@ def trained(
     given = {"d_sae": 24, "epochs": 3, "batch_size": 64} | options
     plan = replace(planned(some_rows(900), solver, act, given), held=held)
     first, last = (start_training(plan, Record()) for _ in range(2))
-    Loop([last]).train()
+    Loop(last).train()
     return first.solver.sae().tensors(), last
 
 

@@ -166,7 +166,7 @@ def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
     make_run(sae.home, "nested", nested_sae("topk"))
     done = sae("refit", "--name", "mine").succeeds()
     assert "using the newest run, nested" in done.err
-    for words in ("mine: the decoder for", "before", "after", "fvu of the first 3", "degrees of"):
+    for words in ("mine: the decoder for", "before", "after", "fvu of the first 3", "factor of"):
         assert words in done.out
     assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES
 

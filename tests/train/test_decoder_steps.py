@@ -48,7 +48,6 @@ def data() -> RowsInMemory:
         (PamSgd(), {"steps": 1}, "1:40cl"),
         (Pam(), {}, "10:40c 20:40c 30:40c 40:40 50:40c"),
         (Pam(alpha=1.0), {"steps": 15}, "10:40 15:40"),
-        (Pam(decoder_first=True), {}, "0:40c 10:40c 20:40c 30:40 40:40c"),
     ],
 )
 def test_the_schedule_of_decoder_steps(config, more, expected):
@@ -152,25 +151,12 @@ def test_a_released_decoder_descends_by_its_own_gradient(data):
     assert dictionary.untied and dictionary.c == 0
 
 
-def test_the_record_ends_with_degrees_of_freedom_and_outlasts_a_checkpoint(data):
+def test_the_record_outlasts_a_checkpoint(data):
     solver, resumed = (started(PamSgd(), data, Relu(), 4) for _ in range(2))
-    assert "dof" not in solver.record()
     trained(solver, data, 4)
     assert solver.notes() == []
-    assert 1 <= solver.record()["dof"] <= F + 1
     resumed.restore(solver.state())
     assert resumed.record() == solver.record()
-
-
-@pytest.mark.parametrize(
-    ("rows", "alpha", "warned"),
-    [(17, 1e-9, True), (17, "auto", False), (17, 1e3, False), (300, 1e-9, False), (6, 1e-9, False)],
-)
-def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, warned):
-    data = sparse_mixture(rows)
-    solver = started(PamSgd(alpha=alpha), data, TopK(k=8), 4)
-    trained(solver, data, 4)
-    assert any("use --alpha auto" in note for note in solver.notes()) == warned
 
 
 @pytest.mark.long

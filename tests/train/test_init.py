@@ -214,7 +214,7 @@ def test_only_latents_that_fire_on_no_row_are_revived_before_training():
     start = Start("sae", fingerprint(sae), sae)
     training = start_training(planned(rows, "sgd", "topk", {"epochs": 3}, start=start), Record())
     count = training.solver.revived
-    Loop([training]).train()
+    Loop(training).train()
     assert count == training.solver.revived == dead > 1
 
 

@@ -78,8 +78,7 @@ def planned(train, test, solver: str, act: str, **options) -> Plan:
 
 
 def trained(plan: Plan) -> SAE:
-    (sae,) = Loop([start_training(plan, Record())]).train()
-    return sae
+    return Loop(start_training(plan, Record())).train()
 
 
 @pytest.mark.parametrize("window", [260, 700, 5000])
@@ -144,10 +143,10 @@ def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
     rows, documents = of_documents(9000)
     there = int((~is_test(documents)).sum())
     with live_rows(rows, documents, [900, 5000], 20_000, 1200, 2500) as live:
-        loop = Loop([start_training(planned(live, live.test_rows, solver, "topk"), Record())])
-        (result,) = loop.results(loop.train())
+        loop = Loop(start_training(planned(live, live.test_rows, solver, "topk"), Record()))
+        result = loop.result(loop.train())
     assert result["rows_train"] == there > result["rows_counted"]
-    assert result["steps"] < loop.trainings[0].plan.steps
+    assert result["steps"] < loop.training.plan.steps
     assert result["warnings"][0] == (
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text"
@@ -158,7 +157,7 @@ def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
 def test_where_a_text_ends_early_thresholds_are_those_of_its_rows(solver: str):
     with live_rows(*of_documents(9000), [900, 5000], 20_000, 1200, 2500) as live:
         training = start_training(planned(live, live.test_rows, solver, "batchtopk"), Record())
-        Loop([training]).train()
+        Loop(training).train()
     assert live.ended_early
     codes = training.solver.dictionary.codes(training.rows.sample.x)
     assert codes.count() == 2 * codes.shape[0]

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,39 +173,6 @@ def test_an_iteration_of_two_processes_finds_the_decoder_of_one(budgets):
     (alpha, W), (other_alpha, other_W) = in_two_processes(solution)
     assert torch.equal(W, other_W) and alpha == other_alpha > 0
     torch.testing.assert_close(W, exact.W, rtol=1e-2, atol=1e-3)
-
-
-@factorised
-@pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("directed", [False, True])
-def test_a_bias_fitted_after_is_the_best_for_a_decoder_without_one(kind, prefixes, rows, directed):
-    z, y, direction, W_t, b_t = problem(rows, F, E)
-    terms = terms_of((0.7, 2.0, 0.3, 5.0), direction if directed else None, W_t, b_t, decayed=True)
-    decoder = solved(system_of(kind, z, y, prefixes), replace(terms, joint=False))
-    many = copies(z, prefixes).reshape(-1, F)
-    count = len(many) // rows
-    target = decoder.c * direction.numpy() if directed else 0.0
-    gram = many.T @ many / count + np.eye(F) + np.diag(terms.decay)
-    repeated = np.repeat(y.numpy(), count, 0)
-    W = np.linalg.solve(gram, many.T @ repeated / count + 0.7 * target + 0.3 * W_t.numpy())
-    b = (rows * (repeated - many @ W).mean(0) + 5 * b_t.numpy()) / (rows + 7)
-    np.testing.assert_allclose(decoder.W, W, rtol=1e-7, atol=1e-7)
-    np.testing.assert_allclose(decoder.b, b, rtol=1e-7, atol=1e-7)
-
-
-@factorised
-@pytest.mark.parametrize("rows", [5, 40])
-def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows):
-    z, y, _, W_t, b_t = problem(rows, F, E)
-    many = copies(z, prefixes).reshape(-1, F)
-    count, dofs = len(many) // rows, []
-    left = np.hstack([many, np.ones((len(many), 1))]) / np.sqrt(count)
-    for alpha in (1e-4, 0.7, 50.0):
-        hat = left @ np.linalg.solve(left.T @ left + alpha * np.diag([*[1.0] * F, 0.0]), left.T)
-        terms = terms_of((alpha, 0.0, 0.0, 0.0), None, W_t, b_t)
-        dofs.append(solve(system_of(kind, z, y, prefixes), terms, z=z).dof)
-        assert dofs[-1] == pytest.approx(np.trace(hat), rel=1e-5)
-    assert dofs == sorted(dofs, reverse=True)
 
 
 @pytest.mark.parametrize("case", ["sums", "streamed", "skip", "nested"])

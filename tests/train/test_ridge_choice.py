@@ -325,7 +325,7 @@ def test_a_good_start_takes_four_factorisations_for_the_decoder_too(monkeypatch)
     chosen = choose_alpha(system, terms, z, x, None).alpha
     taken, original = [], system.factorise
     monkeypatch.setattr(system, "factorise", lambda terms: taken.append(1) or original(terms))
-    solve(system, terms, choose_alpha(system, terms, z, x, 1.1 * chosen), z)
+    solve(system, terms, choose_alpha(system, terms, z, x, 1.1 * chosen))
     assert len(taken) == 4
 
 

@@ -212,7 +212,7 @@ def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str):
     for device in ("cpu", GPU):
         plan = planned(rows, "pam-sgd", "relu", options | {"device": device})
         training = start_training(plan, Record())
-        saes += Loop([training]).train()
+        saes.append(Loop(training).train())
     assert same(saes[0], saes[1].copy_to("cpu"))
 
 

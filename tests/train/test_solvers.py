@@ -12,7 +12,6 @@ from solver_problems import (
     F,
     RowsInMemory,
     decoder_of,
-    decoder_step,
     loss_of,
     one_epoch,
     solve_decoder,
@@ -202,29 +201,6 @@ def test_l1_of_the_codes_is_blind_to_the_decoder(data):
     expected = torch.linalg.solve(with_one.T @ with_one + ridge, with_one.T @ data.x)
     W_dec, b_dec = decoder_of(solver)
     torch.testing.assert_close(torch.cat([W_dec, b_dec[None]]), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bias", ["joint", "after"])
-def test_decoder_first_solves_for_the_encoder_before_the_epoch(data, bias: str):
-    solver = started(replace(FREE, decoder_first=True, bias=bias), data, TopK(k=3), 3)
-    for epoch, due in enumerate(solver.schedule.values()):
-        z = solver.sae().encode(data.x)
-        decoder_step(solver, data, due)
-        middle = z.mean(0) * (bias == "joint")
-        gram = (z - middle).T @ (z - middle) + 0.5 * torch.eye(F).double()
-        W = torch.linalg.solve(gram, (z - middle).T @ (data.x - data.x.mean(0) * (bias == "joint")))
-        W_dec, b_dec = decoder_of(solver)
-        torch.testing.assert_close(W_dec, W, rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(b_dec, (data.x - z @ W).mean(0), rtol=1e-6, atol=1e-8)
-        for batch in data.shuffled(epoch):
-            solver.step(batch)
-    assert solver.finished and solver.notes() == []
-    assert 1 <= solver.record()["dof"] <= F + 1
-
-
-def test_decoder_first_sets_an_activations_estimates_at_the_end(data):
-    sae = trained(started(replace(FREE, decoder_first=True), data, BatchTopK(k=3), 3), data, 3)
-    assert sae.encode(data.x).count_nonzero().item() == pytest.approx(3 * 300, rel=0.02)
 
 
 def test_adams_moments_follow_revived_latents(data):

@@ -35,7 +35,7 @@ VARIANTS = {
 }
 IN_CI = ("topk", "paper", "l1")
 OTHERS = [name for name in VARIANTS if name not in IN_CI]
-PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
+PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\nclip_norm = 0.5\n"
 
 WITHOUT_MEMORY = """
 import sys, saecli.train.ridge
@@ -199,7 +199,6 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
         (("--device", "cuda:1"), "--device cuda:1 has no GPU for each of the 2 processes of this"),
         (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
         (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
-        (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process"),
     ],
 )
 def test_what_fails_says_so_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):

@@ -223,8 +223,9 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
 @pytest.mark.slow
 def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae("train --solver sgd --lr 0.01 --lr 1e30 --name run", *QUICK[:-1])
-    assert "run-lr0.01" in done.fails(1, "run-lr1e+30: the loss became").out
+    words = ["train --solver sgd --lr 1e30 --lr 0.01 --name run", *QUICK[:-1]]
+    assert "run-lr0.01" in sae(*words).fails(1, "run-lr1e+30: the loss became").out
+    assert "run-lr0.01: finished already" in sae(*words).err
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
     sae("train --name run --lr 0.01 --lr 0.02", *QUICK).fails(
         1, "there is a run named 'run-lr0.01' already"

@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 from store_producer import Producer
 from storing import memory_folder
 
+from saecli.base.errors import ConfigError
 from saecli.base.files import lock_folder
 from saecli.sae.activations import JumpRelu, TopK
+from saecli.train import Pam
 from saecli.train.runs import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
@@ -301,6 +303,10 @@ WRONG = [
     ("--data rows --rows 500", "--rows does nothing without --model"),
     ("--model tiny-gemma2 --data rows", "--data does nothing with --model tiny-gemma2"),
     ("--model tiny-gemma2 --fraction 0.5", "--fraction does nothing with --model tiny-gemma2"),
+    (
+        "--model tiny-gemma2 --seed 0 --seed 1",
+        "--model gives its rows once, to one run: expected one",
+    ),
 ]
 FAILED = [
     ("--data nowhere", "there is no activation store named 'nowhere'"),
@@ -344,3 +350,9 @@ def test_refused(sae: CommandLine, home: Path, words: str, status: int, sentence
     last = done.err.strip().splitlines()[-1]
     assert last.startswith(f"sae: {sentence}"), last
     assert {path.name for path in (home / "runs").iterdir()} == {"old", "jumping"}
+
+
+def test_options_of_earlier_versions_are_read_only_at_what_is_now_fixed():
+    assert Pam.from_json({"bias": "joint", "decoder_first": False}) == Pam()
+    with pytest.raises(ConfigError, match=r"unexpected \['bias'\]"):
+        Pam.from_json({"bias": "after", "decoder_first": False})

@@ -12,7 +12,6 @@ Over (W, b), for codes z (F of them) and targets y (E of them; an SAE's inputs) 
 
 Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
-If b is fitted after W (`Terms.joint` false), W is solved with s = t = 0, and b follows by the last formula.
 
 Of a nested dictionary, the squared error is the mean over prefixes, whose masks are Q_l, of `||z Q_l W + b - y||^2`.
 With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all of the above holds with

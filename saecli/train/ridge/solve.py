@@ -105,7 +105,6 @@ class DecoderState:
     raised: bool  # whether a smaller ridge did not factorise
     condition: float  # of a factorised matrix; else nan
     residual: float  # of an iteration's worst column, over its right side; else nan
-    dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
     skip: Tensor | None = None  # (D, E)
     needless: Tensor | None = None  # 1 for the latents that are missed least, else 0, (F,)
 
@@ -120,20 +119,16 @@ def solve(
     system: System,
     terms: Terms,
     factorisation: Factorisation | None = None,
-    z: Tensor | None = None,
     needless: int = 0,
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
-    `factorisation` replaces the terms'. `z`: codes of some rows, (n, F), for the degrees of freedom. `needless` is the
-    number of latents that are found as missed least, at most.
+    `factorisation` replaces the terms'. `needless` is the number of latents that are found as missed least, at most.
 
-    Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
-    F^3 / 3 for needless latents.
+    Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, F^3 / 3 for needless latents.
     """
     M = factorisation or system.factorise(terms)
     rows, E, alpha = system.rows, terms.d_out, M.alpha
-    s, centre = terms.rows_fraction(rows), terms.centre(rows, system.y_bar)
-    b = terms.bare_bias(rows, system.y_bar)[:E]
+    s, centre = terms.shrink(rows), terms.centre(rows, system.y_bar)
 
     W, P = M.solve_cross(centre).tensor_split([E], 1)  # M C_y and M C_x
     if terms.mu:
@@ -155,18 +150,17 @@ def solve(
         if S is not None and S_along is not None:
             S.add_(S_along, alpha=c * alpha)
 
-    b = b - s * (system.u @ W)
+    b = centre[:E] - s * (system.u @ W)
     if S is not None:
         b = b - s * (system.y_bar[E:] @ S)
 
-    dof = math.nan if z is None else effective_dof(M, terms, z)
     condition, residual = M.condition(), M.residual()
     missed_least = None
     if needless:  # last, since the inverse may overwrite the factor
         inverse = M.inverse()
         if elimination is not None:
             inverse = elimination.inverse(inverse)
-        varies = system.diagonal(terms.shrink(rows)) > 0
+        varies = system.diagonal(s) > 0
         missed_least = least_missed(W, inverse, varies, needless)
     if terms.direction is not None:
         W.sub_(terms.direction.double(), alpha=c)
@@ -180,7 +174,6 @@ def solve(
         raised=M.raised,
         condition=condition,
         residual=residual,
-        dof=dof,
         skip=S,
         needless=missed_least,
     )
@@ -229,19 +222,6 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
     if curvature <= 1e-14 * T0.square().sum().item():  # rounding
         return 1.0
     return (T0 * untargeted).sum().item() / curvature
-
-
-def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
-    """The trace of the matrix from targets to all prefixes' reconstructions, estimated from codes z, (n, F):
-    `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1); with a bias fitted after, at most 1 too large.
-
-    h_i is the leverage, `1 / (N + beta + nu) + psi_i' M psi_i`, with prefixes a mean. n F^2 operations.
-    """
-    system = factorisation.system
-    rows, prefixes = system.rows, max(1, len(system.prefixes))
-    psi = system.centred(z, terms.shrink(rows)).flatten(0, 1)
-    leverage = factorisation.quadratic(psi).mean().item() + 1 / (rows + terms.beta + terms.nu)
-    return min(rows * leverage, prefixes * rows, len(system.u) + 1)
 
 
 class _Elimination:

@@ -58,28 +58,20 @@ class Terms:
     W_t: Tensor  # before this step, (F, E)
     b_t: Tensor  # (E,); with a skip (E + D,), zeros at the end
     decay: Tensor  # (F,)
-    joint: bool = True  # else W is solved with b = 0, and b is then optimal for that W
     skip: SkipSums | None = None  # its D dimensions are the system's last targets
 
     @property
     def d_out(self) -> int:
         return self.skip.d_out if self.skip else len(self.b_t)
 
-    def rows_fraction(self, rows: float) -> float:
+    def shrink(self, rows: float) -> float:
+        """s."""
         return rows / (rows + self.beta + self.nu)
 
-    def shrink(self, rows: float) -> float:
-        """s; 0 without a joint bias, as with an infinite beta."""
-        return self.rows_fraction(rows) if self.joint else 0.0
-
-    def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
-        """`s y_bar + t b_t`, (E,)."""
-        t = self.nu / (rows + self.beta + self.nu)
-        return self.rows_fraction(rows) * y_bar + t * self.b_t.double()
-
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
-        """Subtracted from targets before solving for W, (E,)."""
-        return self.bare_bias(rows, y_bar) if self.joint else torch.zeros_like(y_bar)
+        """`s y_bar + t b_t`, (E,), subtracted from targets before solving for W."""
+        t = self.nu / (rows + self.beta + self.nu)
+        return self.shrink(rows) * y_bar + t * self.b_t.double()
 
 
 class System(ABC):
