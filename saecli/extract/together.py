@@ -42,13 +42,11 @@ class TogetherPass(CleanPass):
         points = tuple(dict.fromkeys(point for at in acts for point in (at.written, at.read)))
         super().__init__(passes, windows, points, points)
         self.acts = acts
-        self.rows_of = [  # x, y of each
-            (self.activations[at.read], self.activations[at.written]) for at in acts
-        ]
+        self.clean_rows = [self.activations[at.written] for at in acts]  # y of each
 
     def together(self, predict: Predict) -> Tensor:
         """The inputs of the head, (m, d_model), with `predict(number, x, y)`, (n, E), in place of the activations y
-        that the SAE of that number replaces, given x, (n, D), that it reads, both of this pass; differentiable."""
+        that the SAE of that number replaces, given x, (n, D), that it reads, both of this pass."""
         read: dict[int, Tensor] = {}
 
         def hook(point: HookPoint, activations: Tensor) -> Tensor:
@@ -108,7 +106,7 @@ def effects_together(
             sae = acts[number].sae
             codes = sae.codes(x.to(sae.W_enc))
             y_hat = sae.predicted(x.to(sae.W_enc), codes)[:, -1]
-            for error, own in zip(errors[number], (y, clean.rows_of[number][1]), strict=True):
+            for error, own in zip(errors[number], (y, clean.clean_rows[number]), strict=True):
                 error.update(own.to(y_hat), y_hat, codes)
             return y_hat
 
