@@ -56,6 +56,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             ("HF_TOKEN_PATH", str(tmp_path / "no-token")),
         ):
             monkeypatch.setattr(constants, name, value)
+        # transformers keeps a client, of an earlier test's hub.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         for name in ("http_proxy", "https_proxy", "all_proxy"):
             monkeypatch.delenv(name, raising=False)
