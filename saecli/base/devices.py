@@ -35,6 +35,9 @@ def device_named(name: str) -> torch.device:
         )
     try:
         device = torch.device(name)
+    except RuntimeError:  # its message lists every kind of device that torch has had
+        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
+    try:
         # Sums are float64, which not every device has.
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError) as error:

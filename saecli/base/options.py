@@ -120,9 +120,8 @@ class Config:
     """Options that are checked when it is made; ConfigError for one that is not allowed."""
 
     panel: ClassVar[str] = "Options"
-    gone: ClassVar[
-        Sequence[tuple[str, Any]]
-    ] = ()  # options of earlier versions, at what is now fixed
+    # Options of earlier versions, with the value that is now fixed.
+    gone: ClassVar[Sequence[tuple[str, Any]]] = ()
 
     def __post_init__(self) -> None:
         for name, option in options_of(type(self)).items():

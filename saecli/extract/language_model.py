@@ -92,7 +92,7 @@ class LanguageModel:
             self.model.to(device).eval()
         except SaeError:
             raise
-        except Exception as error:
+        except Exception as error:  # transformers raises anything for damaged or foreign files
             raise explained(source.name, error) from error
         finally:
             logging.set_verbosity(quiet)
@@ -103,7 +103,7 @@ class LanguageModel:
         self.model, self.tokenizer = source.model, source.tokenizer
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
-        self.modules = modules_of(source)
+        self.modules = _modules(self.model, source)
         self._norms = list(map(reading_norms, self.blocks))
 
     def _demand_tokens(self) -> None:
@@ -272,7 +272,8 @@ def _with_weights(source: ModelSource, loader: Any, settings: dict[str, Any]) ->
         **settings,
     )
     unfit = {name for name, *_ in info["mismatched_keys"]}
-    if lacking := sorted(unfit | set(info["missing_keys"]) & _needed(model, source)):
+    missing = _needed(model, source).intersection(info["missing_keys"])
+    if lacking := sorted(unfit | missing):
         shape, more = tuple(model.state_dict()[lacking[0]].shape), len(lacking) - 1
         raise ModelError(
             f"cannot load the model {source.name}: its checkpoint has no weights of shape {shape} for "

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -157,7 +161,7 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
         config = from_pretrained(AutoConfig, location, revision)
     except ModelError:
         raise
-    except Exception as error:
+    except Exception as error:  # as above
         raise explained(at_revision(name, revision), error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
         raise ModelError(
@@ -196,15 +200,15 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
             )
         if reason := why_refused(repo, cause):
             return ModelError(f"{reason}, {OFFLINE_ADVICE}")
-    advice = "give the hub id, folder or GGUF file of a causal language model"
-    if not Path(name).exists() and (offline := why_unreachable()):
-        advice = (
-            f"the Hugging Face hub cannot be reached ({offline}): connect to the network (a gated model "
-            f"also wants its licence accepted at https://huggingface.co/{repo}, and "
-            f"`hf auth login`), {OFFLINE_ADVICE}"
-        )
+        if isinstance(cause, RevisionResolutionError | LocalEntryNotFoundError):
+            return ModelError(
+                f"{name} is not on this machine and the Hugging Face hub cannot be reached "
+                f"({why_unreachable() or one_line(cause)}): connect to the network (a gated model also wants its "
+                f"licence accepted at https://huggingface.co/{repo}, and `hf auth login`), {OFFLINE_ADVICE}"
+            )
     return ModelError(
-        f"cannot load the {part} {name}: {type(error).__name__}: {one_line(error)}; {advice}"
+        f"cannot load the {part} {name}: {type(error).__name__}: {one_line(error)}; give the hub id, "
+        f"folder or GGUF file of a causal language model"
     )
 
 

@@ -113,7 +113,9 @@ def log_scale(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
     if low > 0 and high < 100 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        # Within a decade 1, 2 and 5 are too few to read a curve by.
+        subs = (1, 1.5, 2, 3, 4, 5, 7) if high <= 10 * low else (1, 2, 5)
+        axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 

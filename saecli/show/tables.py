@@ -221,8 +221,8 @@ def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
         return []
     names = [name for name in COMPARED if name in compared[0]["before"]]
     lines = [
-        one | one["before"] | {f"{name}_after": one["after"][name] for name in names}
-        for one in compared
+        document | document["before"] | {f"{name}_after": document["after"][name] for name in names}
+        for document in compared
     ]
     columns = ["run", "kept", *(f"{name}{when}" for name in names for when in ("", "_after"))]
     return [records_table("held-out rows, before training and after", lines, columns)]
