@@ -307,7 +307,7 @@ def modules_of(source: ModelSource) -> Modules:
 
 
 def modules_document(model: str, revision: str | None) -> dict[str, Any]:
-    """The modules of a model, without loading its weights.
+    """The modules of a model that run, without loading its weights.
 
     Returns:
         `model`, and as `modules` each with its name, `*` for the number of a layer or an expert, the `layers` that
@@ -317,8 +317,9 @@ def modules_document(model: str, revision: str | None) -> dict[str, Any]:
     modules = modules_of(source)
     in_block = re.compile(rf"{re.escape(modules.path)}\.(\d+)(?:\.|$)")
     layers: dict[tuple[str | None, ...], list[int]] = {}
-    for path, _ in modules.model.named_modules():
-        if path:
+    for path, module in modules.model.named_modules():
+        runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if path and runs:
             sites = [modules.sites.get((path, side)) for side in SIDES]
             own = layers.setdefault((folded(modules.name(path)), *sites), [])
             layer = in_block.match(path)

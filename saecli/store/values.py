@@ -165,22 +165,17 @@ class Norms:
     max: float
     median: float
     massive_rows: int
-    massive_sum: float  # of the norms of massive rows
-    massive_squares: float  # sum of their squares
 
     @classmethod
     def of(cls, norms: np.ndarray) -> Self:
         """Summary of finite norms, (R,), R at least 1."""
         median = float(np.median(norms))
-        massive = norms[norms > OUTLYING * median]
         return cls(
             rows=len(norms),
             mean=float(norms.mean()),
             max=float(norms.max()),
             median=median,
-            massive_rows=len(massive),
-            massive_sum=float(massive.sum()),
-            massive_squares=float(np.square(massive).sum()),
+            massive_rows=int((norms > OUTLYING * median).sum()),
         )
 
     def __add__(self, other: "Norms") -> "Norms":
@@ -192,8 +187,6 @@ class Norms:
             max=max(self.max, other.max),
             median=self.median + (other.median - self.median) * weight,
             massive_rows=self.massive_rows + other.massive_rows,
-            massive_sum=self.massive_sum + other.massive_sum,
-            massive_squares=self.massive_squares + other.massive_squares,
         )
 
 

@@ -243,6 +243,7 @@ def test_list_modules_names_modules_and_the_sites_among_them(sae: CommandLine, t
     folder = save_model(tmp_path, "gemma2")
     (folder / "model.safetensors").unlink()  # needs no weights
     listed = sae("extract --list-modules --json --model", folder).json["modules"]
+    assert "model.layers" not in [line["module"] for line in listed]  # a list, which never runs
     for line in listed:
         assert line["layers"] == (list(range(LAYERS)) if "layers." in line["module"] else [])
     sites = {line[side]: f"{line['module']}:{side}" for line in listed for side in ("in", "out")}

@@ -192,7 +192,7 @@ def test_columns_checksums_and_statistics_are_as_specified(written: Path):
     assert unpacked("statistics/scatter", "d") == pytest.approx((17.5,) * 4, rel=1e-14)
     norms = np.linalg.norm(FEW_ROWS[:6], axis=1)
     expected = {"rows": 6, "mean": norms.mean(), "max": norms.max(), "median": np.median(norms)}
-    expected |= dict.fromkeys(("massive_rows", "massive_sum", "massive_squares"), 0)
+    expected["massive_rows"] = 0
     with h5py.File(path) as file:
         assert dict(file["statistics"].attrs) == pytest.approx(expected)
 

@@ -152,7 +152,6 @@ class StoreMachine(RuleBasedStateMachine):
         massive = [shard[shard > 10 * np.median(shard)] for shard in shards]
         assert summary.median == pytest.approx(np.average(medians, weights=[*map(len, shards)]))
         assert summary.massive_rows == sum(map(len, massive))
-        assert summary.massive_sum == pytest.approx(sum(shard.sum() for shard in massive))
 
     @rule(
         size=st.integers(1, 90),
