@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
@@ -45,7 +46,7 @@ def load_command(name: str) -> Any:
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name, help=help)(function)
+    app.command(name, help=escape(help))(function)
     command: Any = typer.main.get_command(app)
     hidden = sum(param.hidden for param in command.params)
     if hidden:

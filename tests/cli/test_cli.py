@@ -38,9 +38,16 @@ def test_help_shows_every_option_and_help_all_the_advanced(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_summary_in_the_list_begins_the_commands_own_help(name: str):
+def test_help_has_the_whole_docstring_after_the_summary_of_the_list(
+    sae: CommandLine, monkeypatch, name: str
+):
+    monkeypatch.setenv("COLUMNS", "4000")  # paragraphs stay on one line
     module = importlib.import_module(f"saecli.cli.{'import_' if name == 'import' else name}")
-    assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]
+    docstring = inspect.getdoc(module.command)
+    assert docstring.splitlines()[0] == COMMANDS[name]
+    page = sae(name, "--help").out
+    for paragraph in docstring.split("\n\n"):
+        assert " ".join(paragraph.split()) in page
 
 
 @pytest.mark.parametrize("name", COMMANDS)
