@@ -39,6 +39,7 @@ class Hooked:
     models: tuple[str | None, ...]  # that its file names, see `spec_of`; several of a crosscoder
     reads: tuple[HookPoint, ...]
     writes: tuple[HookPoint, ...]
+    prepend_bos: bool  # whether windows of its rows begin with special tokens
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -115,7 +116,8 @@ def hooked(
                 f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got "
                 f"{point.site!r}; use another SAE, or correct its file"
             )
-    return Hooked(name, saved.sae, models, reads, writes)
+    prepend_bos = origin.get("prepend_bos") is not False
+    return Hooked(name, saved.sae, models, reads, writes, prepend_bos)
 
 
 def demand_apart(acts: Iterable[Hooked]) -> None:

@@ -112,7 +112,7 @@ def probe(
     source.check_context(context)
     points = list(dict.fromkeys(each.read for each in probed))
     loaded = LanguageModel(source, device_named(device), last=last_layer(points))
-    last_tokens = LastTokens(loaded, points, context)
+    last_tokens = LastTokens(loaded, points, context, probed[0].prepend_bos)
     saes_on_device = [each.sae.copy_to(loaded.device) for each in probed]
     lines: list[dict[str, Any]] = []
     with listener.progress("probing", len(names) * rows, "texts") as show:
@@ -149,6 +149,10 @@ def _check(probed: Sequence[Hooked], k: Sequence[int]) -> None:
     if not k or min(k) < 1 or len(set(k)) < len(k):
         raise ConfigError(
             f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}"
+        )
+    if len({each.prepend_bos for each in probed}) > 1:
+        raise ConfigError(
+            "cannot probe SAEs of windows with BOS and of windows without it together; name them apart"
         )
     for each in probed:
         if each.sae.widths:
@@ -271,9 +275,11 @@ class LastTokens:
     """Reads activations at the last token of texts; one of more than `context` tokens, with the special ones before
     it, loses its beginning, as in sae-probes."""
 
-    def __init__(self, model: LanguageModel, points: Sequence[HookPoint], context: int) -> None:
+    def __init__(
+        self, model: LanguageModel, points: Sequence[HookPoint], context: int, prepend_bos: bool
+    ) -> None:
         self._model, self._points = model, list(points)
-        self._affixes = affixes(model.tokenizer)
+        self._affixes = affixes(model.tokenizer, prepend_bos)
         self._room = self._affixes.room(context)
         self._batch_tokens = pass_tokens(model.device)
 

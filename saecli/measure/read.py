@@ -99,8 +99,8 @@ class _Reading:
 
 
 class _Reader:
-    def __init__(self, sae_at: Hooked, model: LanguageModel, prepend_bos: bool) -> None:
-        self._model, self._points, self._prepend_bos = model, sae_at.reads, prepend_bos
+    def __init__(self, sae_at: Hooked, model: LanguageModel) -> None:
+        self._model, self._points, self._prepend_bos = model, sae_at.reads, sae_at.prepend_bos
         self._sae = sae_at.sae.copy_to(model.device)
         self._texts = TokenTexts(model.tokenizer)
 
@@ -201,7 +201,7 @@ def read(
     labels = shown_labels(opened[0].folder)
     source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
-    reader = _Reader(sae_at, loaded, opened[1].origin.get("prepend_bos") is not False)
+    reader = _Reader(sae_at, loaded)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]
     lines = [reading.lines(top) for reading in readings]
     if latents == "listed":

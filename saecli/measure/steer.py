@@ -134,7 +134,7 @@ def _hooked(
         sae.activation_parameters,
     )
     models = (crosscoder.models[point.model],)
-    return Hooked(crosscoder.name, part, models, (point,), (point,))
+    return Hooked(crosscoder.name, part, models, (point,), (point,), crosscoder.prepend_bos)
 
 
 @contextmanager
@@ -237,8 +237,7 @@ def steer(
         change = change._replace(scales=largest)
     source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
-    prepend_bos = opened[1].origin.get("prepend_bos") is not False
-    prefix = affixes(loaded.tokenizer, prepend_bos).prefix
+    prefix = affixes(loaded.tokenizer, sae_at.prepend_bos).prefix
     inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens) for prompt in prompts]
     special = sorted(special_ids(loaded.tokenizer, control=False))
     read, written = _activations(loaded, inputs, special, sae_at)

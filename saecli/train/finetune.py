@@ -11,7 +11,7 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, RunError
+from ..base.errors import ConfigError, RunError, flag_of
 from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import communicator
@@ -97,10 +97,13 @@ class Opened:
                 )
             stores, spliced = _stream_text(home, acts, source, settings, seed, listener)
         else:
+            if text:
+                raise ConfigError(
+                    f"{flag_of(min(text))} does nothing without --dataset; leave it out, or name a text"
+                )
             stores = processes.main_first(lambda: _open_stores(home, subject, named, listener))
-            model_dtype = text.get("model_dtype", "auto")
             device = device_named(training.device)
-            model = LanguageModel(source, device, head=True, dtype=model_dtype)
+            model = LanguageModel(source, device, head=True, dtype=config.model_dtype)
             spliced = _read_text(stores, model, acts, config.tokens, seed)
         order = np.random.default_rng(0).permutation(len(spliced.train))
         shuffled = [spliced.train[number] for number in order]
@@ -171,6 +174,8 @@ def _stream_text(
         **settings.text,
         model=source.name,
         model_revision=source.revision,
+        model_dtype=settings.config.model_dtype,
+        prepend_bos="on" if acts.prepend_bos else "off",
         rows=settings.config.tokens,
     )
     stream, extraction = open_stream(

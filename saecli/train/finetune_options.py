@@ -3,12 +3,11 @@
 Imports no torch, so that help pages are fast.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
-from ..extract.options import ExtractConfig
+from ..extract.options import ExtractConfig, ModelDtype
 from ..extract.texts import STDLIB_DOCS
 from .options import SolverConfig, TrainingConfig
 
@@ -20,17 +19,15 @@ TEXT = (
     "dataset_revision",
     "text_column",
     "context",
-    "model_dtype",
 )
 
 
 @dataclass(frozen=True)
 class Finetune(SolverConfig):
-    """Options of training through the model; those of `SolverConfig` keep their defaults."""
+    """Options of training through the model."""
 
     name: ClassVar[str] = "finetune"
     made_by: ClassVar[str] = "through:ThroughModel"
-    gone: ClassVar[Sequence[tuple[str, Any]]] = (("together", False),)
 
     model: Annotated[
         str | None,
@@ -43,6 +40,10 @@ class Finetune(SolverConfig):
         str | None,
         Shown("Branch, tag or commit of a hub model. Default: the one that RUN names.", once=True),
     ] = None
+    model_dtype: Annotated[
+        ModelDtype,
+        Shown("Precision of the language model, as of `sae extract`.", once=True, advanced=True),
+    ] = "auto"
     layer: Annotated[
         Seed | None, Shown("Block where RUN acts, if it does not say.", once=True, advanced=True)
     ] = None

@@ -101,13 +101,19 @@ def test_activations_match_each_texts_last_token_alone(tmp_path: Path, architect
     model = loaded(save_model(tmp_path / "model", architecture, bos=architecture != "gpt2"))
     texts = ["abc", "f", "abcdefghijklmnop", "zz", "qrstuvwxyz"]
     places = [HookPoint(0, "resid_post"), HookPoint(1, "mlp_in")]
-    found = LastTokens(model, places, 12)(texts)
+    found = LastTokens(model, places, 12, True)(texts)
     for row, text in enumerate(texts):
         token_ids = [1, *(ord(letter) - 93 for letter in text[-11:])]  # begins with BOS, also GPT-2
         with torch.no_grad():
             states = model.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         torch.testing.assert_close(found[places[0]][row], states[1][0, -1], rtol=1e-4, atol=1e-4)
     assert found[places[1]].shape == (5, WIDTH) and not torch.equal(*found.values())
+    if architecture == "gpt2":  # its tokenizer adds none by itself
+        without = LastTokens(model, places[:1], 12, False)(texts[:1])[places[0]]
+        token_ids = torch.tensor([[ord(letter) - 93 for letter in texts[0]]])
+        with torch.no_grad():
+            states = model.model(token_ids, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(without[0], states[1][0, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture

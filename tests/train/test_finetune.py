@@ -19,7 +19,7 @@ from homes import (
 )
 from launching import signalled, together
 from plain_hooks import all_replaced, but_first
-from tiny_models import WIDTH, save_model
+from tiny_models import WIDTH, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -197,6 +197,30 @@ def test_a_streamed_text_trains_what_its_store_does(sae, home, options, model):
 
 
 @pytest.mark.slow
+def test_a_run_is_resumed_in_the_precision_that_it_was_begun_in(sae, home):
+    begun(home, Relu())
+    words = ["finetune", "old", "--tokens", "160000", "--model-dtype", "bfloat16"]
+    assert sae(*words, "--name", "whole").status == 0
+    signalled(home, [*words, "--name", "killed"], "checkpoint.safetensors", 2)
+    assert sae("finetune", "--resume").status == 0
+    assert_same_weights(home, "whole", "killed")
+
+
+def test_windows_of_a_text_begin_as_those_of_the_saes_rows(sae, home, model, options, tmp_path):
+    old = begun(home, TopK(k=4))
+    bare = shutil.copytree(model, tmp_path / "model")
+    save_tokenizer(bare, bos=False)
+    old.metadata = saecli.load_sae("old", home=home).metadata | {"model": str(bare)}
+    losses = {}
+    for name, prepend_bos in (("with", True), ("without", False)):
+        old.metadata["prepend_bos"] = prepend_bos
+        saecli.save_sae(old, tmp_path / name)
+        words = ("--tokens", "3000", "--dataset", options["dataset"], "--name", name, "--json")
+        losses[name] = sae("finetune", tmp_path / name, *words).json["before"]["ce_clean"]
+    assert losses["with"] != losses["without"]
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, options):
     begun(home, Relu())
     words = ["finetune", "old", "--tokens", "160000"]
@@ -260,6 +284,7 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
     ("words", "status", "sentence"),
     [
         ("old --data resid_post --dataset x.txt", 2, "cannot use both --data and --dataset"),
+        ("old --context 8", 2, "--context does nothing without --dataset"),
         ("old --data bare", 1, "expected a store that `sae extract` made"),
         ("narrow", 2, "expected an SAE of the model's width, 16, got 8"),
         ("nowhere", 2, "records no hook point"),
