@@ -88,7 +88,11 @@ def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Pa
         else:
             old = _own_partial(folder)
             folder.replace(old)
-            temporary.replace(folder)
+            try:
+                temporary.replace(folder)
+            except BaseException:
+                old.replace(folder)
+                raise
             shutil.rmtree(old)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

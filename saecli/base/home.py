@@ -58,11 +58,13 @@ class Shelf:
 
     def markers(self) -> dict[str, Marker | SaeError]:
         """The marker of every entry by name, newest first; of unreadable ones the error, last."""
-        entries = [
-            (path.parent.name, self._marker(path)) for path in self.path.glob(f"*/{self.marker}")
-        ]
+        entries = [(path.parent.name, self._marker(path)) for path in self.marker_files()]
         entries.sort(key=lambda entry: (getattr(entry[1], "created", ""), entry[0]), reverse=True)
         return dict(entries)
+
+    def marker_files(self) -> list[Path]:
+        """The marker of every entry; a hidden folder is one that was not finished."""
+        return [*self.path.glob(f"[!.]*/{self.marker}")]
 
     def _marker(self, path: Path) -> Marker | SaeError:
         try:

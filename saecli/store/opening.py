@@ -285,7 +285,7 @@ def _entries(
 ) -> list[dict[str, Any]]:
     """The entries of a shelf, newest first; an unreadable one has a `problem`."""
     entries = []
-    for marker in shelf.path.glob(f"*/{shelf.marker}"):
+    for marker in shelf.marker_files():
         path = marker.parent
         try:
             description = describe(shelf, path.name)
@@ -321,7 +321,11 @@ def _describe_run(shelf: Shelf, name: str) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # another process may rename its files
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
@@ -344,7 +348,7 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
             if path.is_dir():
                 kinds.setdefault(path.name, []).append(shelf_kind)
     runs = {}
-    for marker in home.runs.path.glob(f"*/{home.runs.marker}"):
+    for marker in home.runs.marker_files():
         with suppress(SaeError):  # an unreadable run uses nothing that is known
             runs[marker.parent.name] = read_run(marker)
     entries = []
@@ -384,10 +388,12 @@ def remove(home: Home, entry: dict[str, Any]) -> None:
             path.unlink()
             return
         lock = lock_folder(path)
-        # First, so that what a kill leaves is no store or run.
-        (path / shelf.marker).unlink(missing_ok=True)
-        shutil.rmtree(path)
-        os.close(lock)
+        try:
+            # First, so that what a kill leaves is no store or run.
+            (path / shelf.marker).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        finally:
+            os.close(lock)
     except OSError as error:
         why = f"{error.strerror or error}; see who owns {path}"
         if isinstance(error, BlockingIOError):

@@ -40,6 +40,23 @@ def test_of_two_writers_of_a_folder_the_first_is_kept_whole(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["pages"]
 
 
+def test_a_folder_whose_replacement_fails_stays(tmp_path: Path, monkeypatch):
+    folder, replace = tmp_path / "pages", Path.replace
+    folder.mkdir()
+    (folder / "index.html").write_text("old")
+
+    def refused(path: Path, target: Path) -> Path:
+        if target == folder and (path / "new.html").exists():
+            raise OSError("refused")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(OSError, match="refused"), folder_appearing_whole(folder, True) as made:
+        (made / "new.html").write_text("new")
+    assert (folder / "index.html").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["pages"]
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_a_file_has_the_mode_that_the_umask_leaves_and_the_umask_stays(tmp_path: Path, mask: int):
     before = os.umask(mask)

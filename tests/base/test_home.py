@@ -49,6 +49,12 @@ def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damage
         shelf.find(None)
 
 
+def test_a_folder_that_a_killed_writer_left_is_no_entry(tmp_path):
+    whole = {"created": "2026", "complete": True}
+    shelf = shelf_of(tmp_path, **{"good": whole, ".new.a1b2.partial": whole})
+    assert shelf.names() == ["good"]
+
+
 @pytest.mark.parametrize("created", [5, None, [], {}])
 def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
     markers = {"odd": {"created": created}, "good": {"created": "2026"}}
