@@ -18,7 +18,7 @@ Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from ..base.devices import device_named
 from ..base.documents import read_run
 from ..base.errors import ConfigError, RunError, TrainingError
 from ..base.home import Home
+from ..base.machine import is_out_of_memory
 from ..extract.splice import spec_of, stored_activations, stored_windows
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
@@ -38,7 +39,7 @@ from ..sae.metrics import reconstruction
 from ..store.reader import RowSource
 from ..train import SOLVERS
 from ..train.loop import Loop
-from ..train.options import Sgd, SolverConfig
+from ..train.options import Sgd
 from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
 from ..train.runs import reopen_run
@@ -150,7 +151,9 @@ class _Work:
         """A note instead of an error if a training diverged or lacks memory."""
         try:
             yield
-        except (MemoryError, TrainingError) as error:
+        except Exception as error:
+            if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
+                raise
             self.notes.append(f"{control} left out: {error}")
 
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[_Line]:
@@ -164,8 +167,7 @@ class _Work:
         for control, held in FIXED.items():
             solver = self.plan.solver
             if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for it is to train it
-                shared = {field.name: getattr(solver, field.name) for field in fields(SolverConfig)}
-                solver = Sgd(**shared)
+                solver = Sgd()
             with self.left_out_if_it_fails(control):
                 plan = replace(self.plan, solver=solver, held=held)
                 measured.append(self._trained(control, plan))

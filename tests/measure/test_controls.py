@@ -130,6 +130,10 @@ def no_memory(*args: object) -> None:
     raise MemoryError("Unable to allocate 1 TiB")
 
 
+def no_gpu_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["train", "test"])
 def test_rows_of_random_weights_are_of_the_same_tokens_and_other_numbers(notes: CommandLine, which):
@@ -210,7 +214,9 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
     assert "shuffled rows are left out: a transcoder's targets" in done.err
     assert "fixed encoder" in done.out
     assert sae("train", "--data", "x", *QUICK, "--name", "plain").status == 0
-    monkeypatch.setattr("saecli.measure.controls.shuffled", no_memory)
-    document = saecli.controls("plain", home=sae.home)
-    assert [line["control"] for line in document["controls"]] == NAMES[:3]
-    assert document["notes"] == ["shuffled rows left out: Unable to allocate 1 TiB"]
+    for lacking, words in ((no_memory, "Unable to allocate 1 TiB"), (no_gpu_memory, "CUDA out of")):
+        monkeypatch.setattr("saecli.measure.controls.shuffled", lacking)
+        document = saecli.controls("plain", home=sae.home)
+        assert [line["control"] for line in document["controls"]] == NAMES[:3]
+        (note,) = document["notes"]
+        assert note.startswith(f"shuffled rows left out: {words}")
