@@ -140,4 +140,6 @@ def numbers_in_words(numbers: Iterable[int]) -> str:
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
     power = sum(count >= 1000**power for power in range(1, len(UNITS)))
-    return f"{count / 1000**power:.3g} {UNITS[power]}"
+    value = count / 1000**power
+    digits = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{digits} {UNITS[power]}"

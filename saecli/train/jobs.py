@@ -159,7 +159,11 @@ def unfinished_run(
         return run.settings, "finetune" if run.solver.name == "finetune" else "train"
 
     if name is None:
-        unfinished = [name for name in runs.unfinished() if read(name)[1] == command]
+        unfinished = []
+        for candidate in runs.unfinished():
+            with suppress(RunError):  # a damaged run must not block others
+                if read(candidate)[1] == command:
+                    unfinished.append(candidate)
         if not unfinished:
             raise RunError(
                 f"there is no unfinished run in {runs.path}; start one with `sae {command}`"

@@ -97,11 +97,11 @@ class LiveRows(RowSource):
             if len(self._window) < self._window_rows:
                 self.rows = self._rows_read
             self.test_rows, self.kept_out = self._take_rows_of_splits()
+            first = next(self.sequential(MEASURED_ROWS))
+            note_massive(self.name, Norms.of(row_norms(first)), self._listener)
+            if self.ready < self.rows:
+                self._listener.note(f"rows are normalised as the first {self.ready:,} are")
             self._opened = opened.pop_all()
-        first = next(self.sequential(MEASURED_ROWS))
-        note_massive(self.name, Norms.of(row_norms(first)), self._listener)
-        if self.ready < self.rows:
-            self._listener.note(f"rows are normalised as the first {self.ready:,} are")
         return self
 
     def __exit__(self, *failure: object) -> None:
