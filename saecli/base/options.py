@@ -11,7 +11,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
@@ -120,8 +120,6 @@ class Config:
     """Options that are checked when it is made; ConfigError for one that is not allowed."""
 
     panel: ClassVar[str] = "Options"
-    # Options of earlier versions, with the value that is now fixed.
-    gone: ClassVar[Sequence[tuple[str, Any]]] = ()
 
     def __post_init__(self) -> None:
         for name, option in options_of(type(self)).items():
@@ -138,10 +136,9 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The configuration that `to_json` wrote; missing fields take their defaults, unexpected ones are refused."""
-        kept = {name: value for name, value in document.items() if (name, value) not in cls.gone}
-        if unexpected := sorted(kept.keys() - options_of(cls).keys()):
+        if unexpected := sorted(document.keys() - options_of(cls).keys()):
             raise ConfigError(f"{cls.__name__} does not match: unexpected {unexpected}")
-        return cls(**kept)
+        return cls(**document)
 
 
 def options_of(config: type[Config]) -> dict[str, Option]:

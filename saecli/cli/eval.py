@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
-    RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE saved by this tool, SAELens,
-    sparsify, dictionary_learning or Gemma Scope. Several runs make one table, sparsest first.
+    RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE of this tool or another library.
+    Several runs make one table, sparsest first.
 
     Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
     only for SAEs trained here.

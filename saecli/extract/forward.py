@@ -63,7 +63,7 @@ class Forward:
         show: Callable[[int, int], None],
     ) -> Activations:
         """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
-        `show` is called after each batch with its numbers of tokens and rows. None without windows."""
+        `show` is called after each batch with its numbers of tokens and rows. Empty without windows."""
         stored = [StoredWindow(*window) for window in windows]
         if not stored:
             return {}

@@ -125,10 +125,6 @@ class LanguageModel:
                 f"{self.vocabulary} tokens; use the tokenizer that the model was trained with"
             )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
-
     @torch.no_grad()
     def read(
         self,

@@ -74,30 +74,30 @@ def effects_together(
     passes: Passes,
     windows: Iterable[StoredWindow],
     acts: Sequence[Hooked],
-    means: Sequence[Tensor] | None = None,
-    show: Callable[[int], None] = lambda tokens: None,
+    means: Sequence[Tensor],
+    show: Callable[[int], None],
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """Splice SAEs into a model at once.
 
     Args:
-        means: of the rows that each SAE predicts, (E,); None for no ablation.
+        means: of the rows that each SAE predicts, (E,).
         show: called after each batch with the number of tokens done.
 
     Returns:
-        ce_clean, ce_spliced, kl and tokens as of `passes.effects`; with `means` ce_zero, with zeros at all hook points
-        that are replaced, ce_mean, with means there, and ce_recovered; and of each SAE `fvu_spliced`, the error of its
+        ce_clean, ce_spliced, kl and tokens as of `passes.effects`; ce_zero, with zeros at all hook points that are
+        replaced, ce_mean, with means there, and ce_recovered; and of each SAE `fvu_spliced`, the error of its
         predictions of what the model has there in the spliced pass, whose inputs the SAEs before it have changed, and
         `fvu_clean`, the error of the same predictions of what it has without any SAE: what is left there.
 
-    Cost: two forward passes over the tokens, with `means` four.
+    Cost: four forward passes over the tokens.
     """
     device, written = passes.model.device, tuple(at.written for at in acts)
-    mean_at = dict(zip(written, means or [], strict=means is not None))
+    mean_at = dict(zip(written, means, strict=True))
     errors = [
         tuple(Reconstruction(at.sae.d_out, at.sae.d_sae, device=device) for _ in range(2))
         for at in acts
     ]
-    sums = torch.zeros(3 if means is None else 5, dtype=torch.float64)  # KL, CE of each pass
+    sums = torch.zeros(5, dtype=torch.float64)  # KL, CE of each pass
     tokens = scored = 0
     for batch in in_batches(windows, pass_tokens(device)):
         clean = TogetherPass(passes, batch, acts)
@@ -110,22 +110,23 @@ def effects_together(
                 error.update(own.to(y_hat), y_hat, codes)
             return y_hat
 
-        others = [clean.together(predict)]
-        if means is not None:
-            others += [clean.zeroed(written), clean.filled(mean_at)]
+        others = [clean.together(predict), clean.zeroed(written), clean.filled(mean_at)]
         losses, ce, kl = clean.compared(others)
         sums += torch.stack([kl[0], losses.sum(dtype=torch.float64), *ce]).cpu()
         tokens += len(clean.states)
         scored += int((clean.next_tokens != NO_NEXT).sum())
         show(tokens)
-    ce_clean, ce_spliced, *ablated = (sums[1:] / max(scored, 1)).tolist()
-    measures = {"ce_clean": ce_clean, "ce_spliced": ce_spliced}
-    if ablated:
-        ce_zero, ce_mean = ablated
-        rise = ce_zero - ce_clean
-        measures |= {"ce_zero": ce_zero, "ce_mean": ce_mean}
-        measures["ce_recovered"] = (ce_zero - ce_spliced) / rise if rise > 0 else None
-    measures |= {"kl": float(sums[0]) / max(tokens, 1), "tokens": tokens}
+    ce_clean, ce_spliced, ce_zero, ce_mean = (sums[1:] / max(scored, 1)).tolist()
+    rise = ce_zero - ce_clean
+    measures = {
+        "ce_clean": ce_clean,
+        "ce_spliced": ce_spliced,
+        "ce_zero": ce_zero,
+        "ce_mean": ce_mean,
+        "ce_recovered": (ce_zero - ce_spliced) / rise if rise > 0 else None,
+        "kl": float(sums[0]) / max(tokens, 1),
+        "tokens": tokens,
+    }
     return measures, [
         {"fvu_spliced": spliced.result()["fvu"], "fvu_clean": left.result()["fvu"]}
         for spliced, left in errors

@@ -29,7 +29,7 @@ from ..store.opening import Joined, open_joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from ..store.split import Split, Which
 from ..store.values import OUTLYING
-from ..store.worlds import World
+from ..store.worlds import directions_of
 from ..train.rows import ArrayLike, ArrayRows
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Measured:
         """The alignment of the decoder with the features that the rows are made of; None if these are unknown."""
         if not self.rows.inputs or self.store.meta.world is None:
             return None
-        return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
+        return Alignment.of(self.sae.W_dec, torch.from_numpy(directions_of(self.store)))
 
     @cached_property  # it reads the column `source`
     def by_source(self) -> "dict[str, Measured]":

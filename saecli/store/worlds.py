@@ -6,7 +6,6 @@ Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correl
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 from safetensors import SafetensorError
@@ -116,16 +115,17 @@ class World:
             }
         )
 
-    @classmethod
-    def of_store(cls, store: ActivationStore) -> Self:
-        """The world of a store's rows; StoreError if its file is missing or damaged."""
-        path = store.path / WORLD_FILE
-        try:
-            return cls(**load_file(path))
-        except (OSError, TypeError, SafetensorError) as error:
-            raise StoreError(
-                f"cannot read {path}: {one_line(error)}; {make_anew(store.path)}"
-            ) from error
+
+def directions_of(store: ActivationStore) -> np.ndarray:
+    """The directions, (G, D), of the world that a store's rows are made of; StoreError if its file is missing or
+    damaged."""
+    path = store.path / WORLD_FILE
+    try:
+        return load_file(path)["directions"]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise StoreError(
+            f"cannot read {path}: {one_line(error)}; {make_anew(store.path)}"
+        ) from error
 
 
 def world_of(config: SyntheticConfig) -> World:

@@ -6,7 +6,6 @@ Imports no torch, so that help pages are fast; methods that need it import it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -350,7 +349,6 @@ class Pam(Paper, ClosedForm):
 
     name: ClassVar[str] = "pam"
     made_by: ClassVar[str] = "pam_sgd:PamSolver"
-    gone: ClassVar[Sequence[tuple[str, Any]]] = (("bias", "joint"), ("decoder_first", False))
     smooths: ClassVar[bool] = False
 
     beta: Annotated[

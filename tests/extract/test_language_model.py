@@ -224,4 +224,4 @@ def test_a_cpu_takes_the_precision_that_it_multiplies_in(
         meta = ActivationStore.open(sae.home / "activations" / name).meta
         assert meta.source["model_dtype"] == dtype
         model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
-        assert str(model.dtype) == f"torch.{dtype}"
+        assert str(model.model.dtype) == f"torch.{dtype}"
