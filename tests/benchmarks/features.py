@@ -191,11 +191,11 @@ def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     import saecli
     from saecli.sae.activations import Relu
     from saecli.sae.dictionary import SAE
-    from saecli.store.worlds import World
+    from saecli.store.worlds import directions_of
     from saecli.train.rows import fit_normalisation, on_raw_rows
 
     store = saecli.open_store(cell.store, home)
-    train, directions = store.split("train"), torch.from_numpy(World.of_store(store).directions)
+    train, directions = store.split("train"), torch.from_numpy(directions_of(store))
     normalisation = fit_normalisation("scale", train.spread(), torch.float32)
     x = normalisation(every_row(train))
     true = torch.cat(

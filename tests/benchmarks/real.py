@@ -42,7 +42,11 @@ def main(
     steps: int = 4000,
 ) -> None:
     rows = saecli.open_store(store, home=home)
-    given: dict[str, Any] = dict(option.split("=", 1) for option in options or [])
+    given: dict[str, Any] = {}
+    for option in options or []:
+        name, _, value = option.partition("=")
+        is_number = value.replace(".", "", 1).isdigit()
+        given[name] = float(value) if is_number else value
     if saelens_python is None:
         saes = ours(rows, act, solver, l0, seed, given)
     else:

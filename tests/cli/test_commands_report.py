@@ -22,7 +22,7 @@ from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
 from saecli.show.report import SAMPLES, write_pages
 from saecli.store.reader import ActivationStore
-from saecli.store.worlds import World
+from saecli.store.worlds import directions_of
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_pages_name_the_known_feature_nearest_to_each_latent(sae: CommandLine, t
     done = sae("report", "run", "--out", tmp_path / "pages", "--json")
     assert done.json["measures"]["mcc"] == sae("eval", "run", "--json").json["runs"][0]["mcc"]
     unit = torch.nn.functional.normalize(mine.W_dec, dim=1).numpy()
-    cosines = unit @ World.of_store(store).directions.T
+    cosines = unit @ directions_of(store).T
     for latent, page in pages_of(tmp_path / "pages").items():
         feature = int(np.abs(cosines[latent]).argmax())
         assert page["feature"] == [feature, pytest.approx(cosines[latent, feature], rel=1e-3)]

@@ -161,7 +161,7 @@ def test_files_that_claim_hide_or_lead_elsewhere_are_refused(
 def test_rows_that_no_disk_holds_are_refused(sae: CommandLine, tmp_path: Path):
     torch.save(torch.ones(1, 1).expand(HUGE, 100), tmp_path / "a.pt")
     sae("import", tmp_path / "a.pt").fails(
-        1, "expected 4e+03 TB of free disk for 10,000,000,000,000 rows"
+        1, "expected 4000 TB of free disk for 10,000,000,000,000 rows"
     )
 
 

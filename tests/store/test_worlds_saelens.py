@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from homes import CommandLine
 from launching import captured, python_with
+from safetensors.numpy import load_file
 
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
@@ -35,7 +36,7 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
         sae(*words, *more).succeeds()
         assert sae("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0
     store = ActivationStore.open(sae.home / "activations" / "world")
-    world = World.of_store(store)
+    world = World(**load_file(store.path / "world.safetensors"))
     truth, codes = tmp_path / "truth.npz", codes_of(store, "test").astype(np.float32)
     np.savez(truth, directions=world.directions, bias=world.bias, codes=codes)
     ours = sae("eval", *RUNS, "--json").json["runs"]

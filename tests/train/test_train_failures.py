@@ -22,10 +22,8 @@ from safetensors.torch import load_file
 from store_producer import Producer
 from storing import memory_folder
 
-from saecli.base.errors import ConfigError
 from saecli.base.files import lock_folder
 from saecli.sae.activations import JumpRelu, TopK
-from saecli.train import Pam
 from saecli.train.runs import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
@@ -350,9 +348,3 @@ def test_refused(sae: CommandLine, home: Path, words: str, status: int, sentence
     last = done.err.strip().splitlines()[-1]
     assert last.startswith(f"sae: {sentence}"), last
     assert {path.name for path in (home / "runs").iterdir()} == {"old", "jumping"}
-
-
-def test_options_of_earlier_versions_are_read_only_at_what_is_now_fixed():
-    assert Pam.from_json({"bias": "joint", "decoder_first": False}) == Pam()
-    with pytest.raises(ConfigError, match=r"unexpected \['bias'\]"):
-        Pam.from_json({"bias": "after", "decoder_first": False})
