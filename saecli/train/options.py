@@ -349,7 +349,7 @@ class Pam(Paper, ClosedForm):
     """Options of the paper's Algorithm 3.1."""
 
     name: ClassVar[str] = "pam"
-    made_by: ClassVar[str] = "pam_sgd:PamSolver"
+    made_by: ClassVar[str] = "pam:PamSolver"
     gone: ClassVar[Sequence[tuple[str, Any]]] = (("bias", "joint"), ("decoder_first", False))
     smooths: ClassVar[bool] = False
 

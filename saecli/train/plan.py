@@ -17,7 +17,7 @@ from ..sae.metrics import doubts
 from ..store.opening import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
 from . import ridge
-from .decoder_step import sampled_bytes
+from .moments import sampled_bytes
 from .options import (
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,

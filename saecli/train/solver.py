@@ -17,7 +17,7 @@ from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .adam import Adam
-from .decoder_step import Pass
+from .moments import Pass
 from .options import REVIVAL_ROWS, Paper, Revival, Sgd, SolverConfig, TrainingConfig
 from .rows import Smoothing
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..sae.dictionary import Dictionary
-from .decoder_step import Kind, Moments, Pass, settles
+from .moments import Kind, Moments, Pass, settles
 from .options import RELEASE, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
-from .pam_sgd import DecoderStep, PamSolver
+from .pam import DecoderStep, PamSolver
 from .ridge import DecoderState, Terms
 from .solver import DECODER_STEPS, Task
 

@@ -19,7 +19,7 @@ from solver_problems import (
 
 from saecli.sae.activations import MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train.decoder_step import Moments
+from saecli.train.moments import Moments
 from saecli.train.options import RELEASED_BELOW, Pam, PamSgd
 from saecli.train.ridge import Sums
 from saecli.train.start import initial_sae

@@ -27,7 +27,7 @@ from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train import upkeep
 from saecli.train.options import WIDEST, Pam, PamSgd, Sgd, SolverConfig
-from saecli.train.pam_sgd import PamSolver
+from saecli.train.pam import PamSolver
 from saecli.train.plan import default_width
 from saecli.train.rows import Smoothing
 from saecli.train.solver import Solver, directions_of_worst

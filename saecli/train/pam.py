@@ -24,7 +24,7 @@ from torch import Tensor
 from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
-from .decoder_step import Moments, Pass, broadcast_state, penalty_decay, settles
+from .moments import Moments, Pass, broadcast_state, penalty_decay, settles
 from .options import ClosedForm, Pam
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
 from .solver import Draws, Solver, Task
