@@ -379,7 +379,7 @@ class PamSgd(Revival, ClosedForm):
     """Options of PAM-SGD."""
 
     name: ClassVar[str] = "pam-sgd"
-    made_by: ClassVar[str] = "upkeep:PamSgdSolver"
+    made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
     # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201; sgd gets worse.
     most_for_few: ClassVar[float] = 2.0
     # The same, 9,216 latents, 4,000 steps, topk 32: FVU 0.158 with 2/3, at twice that rate 0.149, at four times 0.162;

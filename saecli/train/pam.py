@@ -10,7 +10,7 @@ Source: the paper's Algorithm 3.1. One outer iteration t is a pass of encoder st
         + mu_dec ||W_dec - W_dec^t||_F^2 + nu_dec ||b_dec - b_dec^t||^2
 
 `PamSolver`, `--solver pam`, is this and nothing else: for each batch the loop calls `step`, and when a decoder step is
-due `decoder_step`, `add` with the rows of its pass, and `update`. `--solver pam-sgd` builds on it (`upkeep.py`).
+due `decoder_step`, `add` with the rows of its pass, and `update`. `--solver pam-sgd` builds on it (`pam_sgd.py`).
 """
 
 import math
