@@ -25,6 +25,7 @@ from .base import (
     Penalty,
     TargetL0,
     Thresholded,
+    between,
 )
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ class BatchTopK(Thresholded, KeepsK):
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
-        largest = pre.flatten().topk(kept + 1).values
-        return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
+        return {"threshold": between(pre, kept).clamp(min=0)}
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class TargetL0(Penalty):
         return parameters | {"aim": parameters["aim"].clamp(max=max(self.target, l0))}
 
     def excess(self, codes: Codes, parameters: Parameters) -> Tensor:
-        """That of L0 over the aim, relative, at most 1."""
+        """Relative excess of L0 over the aim, at most 1."""
         rows, aim = codes.shape[0], parameters["aim"]
         return (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
 
@@ -150,10 +150,15 @@ class TargetL0(Penalty):
 
         thresholds = parameters["threshold"].clamp(min=0)
         kept = round(self.target * len(pre))
-        ratios = (pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
-        if not 0 < kept < len(ratios):
+        if not 0 < kept < pre.numel():
             return {}
-        return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
+        ratios = pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)
+        return {"threshold": thresholds * between(ratios, kept).clamp(min=0)}
+
+
+def between(values: Tensor, count: int) -> Tensor:
+    """Halfway between the `count`-th largest value and the next."""
+    return values.flatten().topk(count + 1).values[-2:].mean()
 
 
 @dataclass(frozen=True)
