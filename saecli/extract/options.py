@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -22,7 +21,6 @@ SIDES = ("in", "out")  # of a module
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
-# In `TextSource`'s order.
 OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
 DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
@@ -238,12 +236,24 @@ class ExtractConfig(Config):
                 f"{STDLIB_DOCS}, or leave it out"
             )
         for name in sorted(given & {*OF_SOURCE, *CHAT, "mix"}):
-            if not any(map(partial(_takes, name), datasets[1:] if name == "mix" else datasets)):
+            # One dataset needs no weight.
+            candidates = datasets[1:] if name == "mix" else datasets
+            if not any(_takes(name, dataset) for dataset in candidates):
                 raise ConfigError(
                     f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
                 )
-        of_each = [self._of_each(name, datasets) for name in OF_SOURCE]
-        sources = tuple(map(TextSource, datasets, *of_each, map(_may_be_chat, datasets)))
+        of_each = {name: self._of_each(name, datasets) for name in OF_SOURCE}
+        sources = tuple(
+            TextSource(
+                dataset,
+                config=of_each["dataset_config"][number],
+                split=of_each["dataset_split"][number],
+                column=of_each["text_column"][number],
+                revision=of_each["dataset_revision"][number],
+                chat=_may_be_chat(dataset),
+            )
+            for number, dataset in enumerate(datasets)
+        )
         names = tuple(source.name for source in sources)
         if len({*names}) < len(names):
             raise ConfigError(

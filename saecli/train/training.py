@@ -365,17 +365,20 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
                 plan.solver.most_for_few,
                 plan.solver.firings_power,
             )
+    unseen = None
+    if plan.kept_out is not None:
+        unseen = rows.sample_of(plan.kept_out, CALIBRATION_ROWS)
     return Task(
         training,
-        rows.rows,
-        plan.steps,
-        float(lr),
-        rows.sample,
-        None if plan.kept_out is None else rows.sample_of(plan.kept_out, CALIBRATION_ROWS),
-        rows.regression,
-        plan.held,
-        plan.start is not None,
-        memory,
+        rows=rows.rows,
+        steps=plan.steps,
+        lr=float(lr),
+        sample=rows.sample,
+        unseen=unseen,
+        B=rows.regression,
+        held=plan.held,
+        begun=plan.start is not None,
+        memory=memory,
     )
 
 
