@@ -195,7 +195,8 @@ class LanguageModel:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
         if point.layer is None or not point.has_model_width or point.site == "mlp_in":
             return None
-        return weights_read(self._norms[point.layer + (point.site != "resid_pre") :])
+        first_block = point.layer if point.site == "resid_pre" else point.layer + 1
+        return weights_read(self._norms[first_block:])
 
 
 def _predicts_masked(source: ModelSource) -> bool:

@@ -273,9 +273,10 @@ class ExtractConfig(Config):
         values = getattr(self, name) or ("",)
         default, *_ = options_of(type(self))[name].default or (None,)
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
+            times = "once per --dataset" if name == "mix" else "once per --dataset, or once"
             raise ConfigError(
-                f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
-                f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it"
+                f"{flag_of(name)} must be given {times}, got {len(values)} for "
+                f"{counted(len(datasets), 'dataset')}; correct it"
             )
         each = values * (len(datasets) // len(values))
         return [

@@ -121,7 +121,7 @@ class Passes:
         """The number of first blocks that a pass with activations replaced at these hook points need not run: 0 where
         later blocks read more of them than the residual stream, as in models whose layers share keys and values. Found
         by trying it on some of the tokens, (B, T)."""
-        blocks = min((point.layer or 0) + (point.site == "resid_post") for point in points)
+        blocks = min(_blocks_before(point) for point in points)
         if blocks and blocks not in self._repeatable:
             few = token_ids[:1, :PROBED]
             whole, kept = self.states(few, torch.ones_like(few), keep=(blocks,))
@@ -132,6 +132,12 @@ class Passes:
             worst = (repeated - whole).abs().max()
             self._repeatable[blocks] = bool(worst <= ALIKE * whole.abs().max())
         return blocks if self._repeatable.get(blocks) else 0
+
+
+def _blocks_before(point: HookPoint) -> int:
+    """The number of first blocks that do not see a change at a hook point."""
+    layer = point.layer or 0
+    return layer + 1 if point.site == "resid_post" else layer
 
 
 @contextmanager

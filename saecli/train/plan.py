@@ -115,7 +115,7 @@ class Plan:
             )
         if start is not None:
             training, activation = start.inherit(training, activation, train_rows)
-        if train_rows.passes == 1 and training.epochs is training.steps is None:
+        if train_rows.passes == 1 and training.epochs is None and training.steps is None:
             training = replace(training, epochs=1)
         if training.smoothing == "auto" and not solver.smooths:
             training = replace(training, smoothing=0.0)
