@@ -290,7 +290,9 @@ class ExtractConfig(Config):
         idle = set() if text.chat else {"chat_template", "control_tokens"}
         if self.positions == "assistant" and texts:
             idle.add("positions")
-        for name in sorted(given & idle):
+        refused = sorted(given & idle)
+        if refused:
+            name = refused[0]
             raise ConfigError(
                 f"{flag_of(name)} {getattr(self, name)} needs chats; expected messages in "
                 f"{texts[0]}, got text; leave it out, or name their column with --text-column"

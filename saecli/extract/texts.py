@@ -250,8 +250,9 @@ class Mixture:
 
     def demand_read(self) -> None:
         """Raise a ModelError if the network did not let a source be read."""
-        for reason in filter(None, (source.unread for source in self.sources)):
-            raise ModelError(reason)
+        reasons = [source.unread for source in self.sources if source.unread]
+        if reasons:
+            raise ModelError(reasons[0])
 
     @property
     def chat(self) -> bool:
