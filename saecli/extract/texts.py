@@ -178,16 +178,20 @@ class TextSource:
         if self.on_hub:
             yield from self._on_hub(start, mark)
             return
-        path = Path() if self.dataset == STDLIB_DOCS else _local_file(self.dataset)
-        texts = {
-            "": stdlib_docstrings,
-            ".txt": lambda: txt_texts(path),
-            ".jsonl": lambda: jsonl_texts(path, self.column, self.read),
-            ".parquet": lambda: parquet_texts(path, self.column, self.read),
-        }[path.suffix.lower()]()
-        with closing(texts):
+        with closing(self._not_on_hub()) as texts:
             for number, text in enumerate(islice(texts, start, None), start):
                 yield Document(number, text, None)
+
+    def _not_on_hub(self) -> Texts:
+        if self.dataset == STDLIB_DOCS:
+            return stdlib_docstrings()
+        path = _local_file(self.dataset)
+        kind = path.suffix.lower()
+        if kind == ".txt":
+            return txt_texts(path)
+        if kind == ".jsonl":
+            return jsonl_texts(path, self.column, self.read)
+        return parquet_texts(path, self.column, self.read)
 
     def _on_hub(self, start: int, mark: Mark | None) -> Iterator[Document]:
         """Nothing before the mark is read or downloaded."""

@@ -174,8 +174,11 @@ def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[R
             f"--model must be given once for each model that {measured.rows.name} came from, "
             f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}"
         )
-    others = iter([source for spec, source in by_spec.items() if spec not in wanted])
-    of_recorded = {spec: by_spec.get(str(spec)) or next(others) for spec in wanted}
+    others = [source for spec, source in by_spec.items() if spec not in wanted]
+    of_recorded = {}
+    for spec in wanted:
+        named = by_spec.get(str(spec))
+        of_recorded[spec] = named or others.pop(0)
     pairs = [(rows, of_recorded[spec]) for rows, spec in zip(stores_rows, recorded, strict=True)]
     for rows, source in pairs:
         check_rows(rows, source)
