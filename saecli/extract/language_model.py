@@ -233,7 +233,7 @@ class SideBySide:
         points: Sequence[HookPoint],
         take: Callable[[Tensor], Taken],
     ) -> list[Taken]:
-        """As `LanguageModel.read`."""
+        """The activations of all models; see `LanguageModel.read`."""
         taken: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
             if own := [point for point in points if point.model == number]:

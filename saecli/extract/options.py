@@ -77,7 +77,7 @@ class HookPoint(NamedTuple):
 
     @classmethod
     def of(cls, origin: Mapping[str, Any], model: int = 0) -> Self:
-        """That of a store's or an input's record."""
+        """The hook point in a store's or an input's record."""
         return cls(origin.get("layer"), origin["site"], model)
 
     def __str__(self) -> str:

@@ -217,11 +217,11 @@ class CleanPass:
 
     @property
     def y(self) -> Tensor:
-        """Those at the hook points written, (n, E)."""
+        """The activations at the hook points written, side by side, (n, E)."""
         return torch.cat([self.activations[point] for point in self.writes], 1)
 
     def _next_tokens(self, windows: Sequence[StoredWindow]) -> Tensor:
-        """The token after each, (B, T)."""
+        """The token that follows each one, (B, T)."""
         next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
         of_text = self._mask.clone()
         for row, window in enumerate(windows):
@@ -238,13 +238,13 @@ class CleanPass:
         return self.filled(dict(zip(self.writes, y_hat.split(widths, 1), strict=True)))
 
     def filled(self, values: Mapping[HookPoint, Tensor]) -> Tensor:
-        """As `spliced`, with (n, E) or (E,) at each of some hook points."""
+        """The inputs of the head with values, (n, width) or (width,), in place of the activations at hook points."""
         return self.changed(
             (*values,), lambda point, activations: self.with_rows(activations, values[point])
         )
 
     def replaced_rows(self, activations: Tensor) -> Tensor:
-        """Those of the windows' rows, (n, D), of activations, (B, T, D)."""
+        """The windows' rows, (n, D), of activations, (B, T, D)."""
         return activations[self._replaced]
 
     def with_rows(self, activations: Tensor, rows: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def compare_measured(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """As `evaluate`, for SAEs with their rows."""
+    """Measure SAEs with their rows, and note doubtful measures; see `evaluate`."""
     documents = evaluate_all(measured_saes, model, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     return documents
@@ -191,7 +191,7 @@ def evaluate_all(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """As `compare_measured`, without notes on doubtful measures."""
+    """Measure SAEs with their rows; see `evaluate`."""
     splices = []
     if model is not None:
         splices = _splices(measured_saes, model, listener)  # raises before the rows are measured

@@ -155,13 +155,13 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
         silent_with_value = trained.sum(0)[counts.indices] - counts.data
         false_alarms = silent_with_value / np.maximum(silent[latents], 1)
         gains = np.where(silent[latents] > 0, recall - false_alarms, 0) / 2
-        # The values of each latent's rule: those of the largest gains, if they gain enough.
+        # The values of each latent's rule: the largest gains, if they are large enough.
         order = np.lexsort((-gains, latents))
         ranks = np.arange(len(order)) - counts.indptr[latents]
         least = np.where(ranks > 0, LEAST_GAIN, 0)
         chosen = order[(ranks < kind.most) & (gains[order] > least)]
         starts = np.searchsorted(latents[chosen], np.arange(len(firings) + 1))
-        # The rules that are better than those of earlier kinds.
+        # Where the rule is better than with earlier kinds, it is taken.
         accuracies = np.bincount(latents[chosen], gains[chosen], len(firings)) - kind.cost
         by_value = csc_array(having)
         for latent in np.flatnonzero(accuracies > best).tolist():

@@ -140,8 +140,7 @@ class TrainingConfig(Config):
         Le(1e12),  # the square of the gradient must be finite in float32
         Shown(
             "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
-            " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
-            "start)."
+            "l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the start)."
         ),
     ] = None
     sparsity_warm_up: Annotated[
@@ -237,7 +236,7 @@ class TrainingConfig(Config):
 
 @dataclass(frozen=True)
 class SolverConfig(Config):
-    """A solver's options; `build` makes the solver."""
+    """Base of `Sgd`, `Pam`, `PamSgd` and `Finetune`: a solver's options, and defaults that depend on the solver."""
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]

@@ -83,8 +83,8 @@ class SplicedText:
         return numbers
 
     def activations(self, windows: Sequence[StoredWindow], tokens: int) -> ArrayRows:
-        """Those of about the first `tokens` rows, with a transcoder's targets; of many hook points fewer, for at most
-        2 GiB in all."""
+        """The activations at about the first `tokens` rows, with a transcoder's targets; at many hook points fewer, for
+        at most 2 GiB in all."""
         model, at = self.passes.model, self.hooked
         points = list(dict.fromkeys((*at.reads, *at.writes)))
         blocks: list[list[Tensor]] = []

@@ -80,7 +80,7 @@ class Comparison:
     def of(
         cls, start: Start, initial: SAE, normalisation: Normalisation, state: Mapping[str, Tensor]
     ) -> Self:
-        """Of a training that begins with `initial`, or resumes from a checkpoint."""
+        """A comparison with `initial`, or, on resuming, with the checkpoint's SAE from before training."""
         factor = 1.0
         if state:
             factor = float(state.get("begun.factor", 1.0))

@@ -1,7 +1,7 @@
 """Activations, which map pre-activations to codes.
 
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
-the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
+the penalties that it offers. To add one, write its class and add it to `KINDS`.
 
     base.py    Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, TargetL0
 

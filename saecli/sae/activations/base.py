@@ -122,14 +122,14 @@ class TargetL0(Penalty):
         return self.target + (first - self.target) * max(0.0, 1 - progress / FALL)
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """With the threshold at which L0 is the first aim."""
+        """The parameters with the threshold at which L0 is the first aim."""
         kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
         lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
         threshold = parameters["threshold"].new_full((pre.shape[1],), lowest.item())
         return parameters | {"threshold": threshold}
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """With an aim of at most the SAE's L0: it has found its directions."""
+        """The parameters with an aim of at most the SAE's L0, since the SAE has found its directions."""
         return parameters | {"aim": parameters["aim"].clamp(max=max(self.target, l0))}
 
     def excess(self, codes: Codes, parameters: Parameters) -> Tensor:
@@ -177,7 +177,7 @@ class Activation(Config):
         """Raise a ConfigError for settings that do not fit the number of latents."""
 
     def penalties(self) -> dict[str, Penalty]:
-        """Those on offer, by name, the default first."""
+        """The penalties on offer, by name, the default first."""
         return {"none": Penalty(), "l1": L1(), "l1-codes": L1OfCodes()}
 
     def penalty(self, sparsity: str) -> Penalty:
@@ -236,7 +236,7 @@ class Activation(Config):
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """As `Penalty.calibrated`."""
+        """New values of parameters at the end of training; see `Penalty.calibrated`."""
         return {}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
