@@ -270,10 +270,7 @@ class Mixture:
         return {"dataset": " + ".join(part["dataset"] for part in parts), "mixture": mixture}
 
     def documents(
-        self,
-        start: int = 0,
-        mark: Mark | None = None,
-        note: Callable[[str], None] = lambda _: None,
+        self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
         `note` tells of a source that ends before others."""

@@ -13,14 +13,7 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint
-from ..extract.splice import (
-    READ,
-    check_rows,
-    hooked,
-    recorded_revision,
-    spec_of,
-    stored_windows,
-)
+from ..extract.splice import READ, check_rows, hooked, recorded_revision, spec_of, stored_windows
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction

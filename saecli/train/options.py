@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from ..base.errors import ConfigError
-from ..base.options import (
-    Check,
-    Config,
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Seed,
-    Shown,
-)
+from ..base.options import Check, Config, Count, Fraction, NonNegative, Positive, Seed, Shown
 from ..base.processes import ALONE, Communicator
 from ..sae.activations import sparsity_names
 

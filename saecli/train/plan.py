@@ -49,10 +49,7 @@ class Parts:
 
 
 def parts_of(
-    training: TrainingConfig,
-    store: ActivationStore | Joined,
-    begun: bool,
-    activation: Activation,
+    training: TrainingConfig, store: ActivationStore | Joined, begun: bool, activation: Activation
 ) -> Parts:
     """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
     seed, fraction = training.split_seed, training.fraction

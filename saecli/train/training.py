@@ -19,13 +19,7 @@ from ..sae.dictionary import SAE, Batch, Dictionary
 from ..sae.metrics import reconstruction, reconstructions
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
-from .rows import (
-    Normalisation,
-    TrainingRows,
-    fit_normalisation,
-    on_raw_rows,
-    raw_batches,
-)
+from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .solver import Solver, StepReport, Task
 from .start import Start, default_learning_rate, initial_sae, rescaled, shaped
 
@@ -359,11 +353,7 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
             lr = TRAIN_ON * default_learning_rate(rows.d_in, firings)
         else:
             lr = default_learning_rate(
-                rows.d_in,
-                firings,
-                plan.steps,
-                plan.solver.most_for_few,
-                plan.solver.firings_power,
+                rows.d_in, firings, plan.steps, plan.solver.most_for_few, plan.solver.firings_power
             )
     unseen = None
     if plan.kept_out is not None:
