@@ -21,6 +21,7 @@ SIDES = ("in", "out")  # of a module
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
+# In the order of `TextSource`'s fields.
 OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
 DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
@@ -242,17 +243,10 @@ class ExtractConfig(Config):
                 raise ConfigError(
                     f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
                 )
-        of_each = {name: self._of_each(name, datasets) for name in OF_SOURCE}
+        of_each = [self._of_each(name, datasets) for name in OF_SOURCE]
         sources = tuple(
-            TextSource(
-                dataset,
-                config=of_each["dataset_config"][number],
-                split=of_each["dataset_split"][number],
-                column=of_each["text_column"][number],
-                revision=of_each["dataset_revision"][number],
-                chat=_may_be_chat(dataset),
-            )
-            for number, dataset in enumerate(datasets)
+            TextSource(dataset, config, split, column, revision, chat=_may_be_chat(dataset))
+            for dataset, config, split, column, revision in zip(datasets, *of_each, strict=True)
         )
         names = tuple(source.name for source in sources)
         if len({*names}) < len(names):

@@ -445,11 +445,7 @@ class _Sums:
             self.predictions_zeroed += predictions
 
     def _add_pass(
-        self,
-        model: int,
-        clean: CleanPass,
-        predicted: Sequence[Mapping[HookPoint, Tensor]],
-        zero_too: bool,
+        self, model: int, clean: CleanPass, predicted: list[dict[HookPoint, Tensor]], zero_too: bool
     ) -> None:
         """Add the losses of a model: clean, with each SAE's predictions in each of its parts, and with zeros there."""
         own_parts = [index for index, part in enumerate(self.parts) if part[0].model == model]
@@ -462,11 +458,10 @@ class _Sums:
         self.clean[model] += losses.sum(dtype=torch.float64).cpu()
         shape = 2, len(own_parts), len(self.saes)
         self.spliced[:, own_parts] += torch.stack(sums).view(shape).cpu()
-        if not zero_too:
-            return
-        for index in own_parts:
-            rise = (clean.losses(clean.zeroed(self.parts[index])) - losses).double()
-            self.rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
+        if zero_too:
+            for index in own_parts:
+                rise = (clean.losses(clean.zeroed(self.parts[index])) - losses).double()
+                self.rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
 
     def measures(self, part: int, sae: int) -> dict[str, Any]:
         """The measures of a part and an SAE, by their numbers; see `effects`."""

@@ -110,18 +110,6 @@ class Splice:
         return y.detach() + step.to(y)
 
 
-def _special_ids(config: Any) -> list[int]:
-    """Ids of the special tokens that a model's configuration names, several of some kinds."""
-    ids: list[int] = []
-    for kind in KINDS:
-        given = getattr(config, f"{kind}_token_id", None)
-        if isinstance(given, list | tuple):
-            ids += given
-        elif given is not None:
-            ids.append(given)
-    return ids
-
-
 @contextmanager
 def splices(
     model: nn.Module,
@@ -137,7 +125,11 @@ def splices(
         part.at.check(config.hidden_size, config.num_hidden_layers, name)
     modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
     if special is None:
-        special = _special_ids(config)
+        special = []
+        for kind in KINDS:
+            given = getattr(config, f"{kind}_token_id", None)
+            if given is not None:
+                special += given if isinstance(given, list | tuple) else [given]
     special_ids = torch.tensor(special, dtype=torch.int64)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
