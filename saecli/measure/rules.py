@@ -138,9 +138,8 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
     weights = _weighted(fires)
     fires.data[:] = 1
     silent = np.count_nonzero(corpus.positions[: corpus.trained] >= 0) - firings
-    best = np.zeros(
-        len(firings)
-    )  # balanced accuracy above 1/2; of equal ones the first kind is taken
+    # The balanced accuracy above 1/2 of each latent's rule; of equal ones the first kind is taken.
+    best = np.zeros(len(firings))
     rules: list[Rule | None] = [None] * len(firings)
     for kind in KINDS:
         # The firings of each latent on tokens that have each value, (F, V): their number, their weight.
