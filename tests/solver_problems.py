@@ -13,9 +13,9 @@ from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.dictionary import SAE, Batch
-from saecli.train.decoder_step import Pass
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
+from saecli.train.moments import Pass
 from saecli.train.options import SolverConfig, TrainingConfig
 from saecli.train.solver import Solver, StepReport, Task
 from saecli.train.start import initial_sae

@@ -23,10 +23,7 @@ def command(
     data: Data = None,
     name: Annotated[
         str | None,
-        typer.Option(
-            help="Name of the new run.",
-            show_default="finetune, activation and a number",
-        ),
+        typer.Option(help="Name of the new run.", show_default="finetune, activation and a number"),
     ] = None,
     resume: Resume = False,
     json: Json = False,

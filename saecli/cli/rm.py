@@ -9,10 +9,7 @@ from .options import Json, start
 
 def command(
     ctx: typer.Context,
-    names: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME", help="Names of stores and runs."),
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.")],
     kind: Annotated[
         Literal["store", "run"] | None,
         typer.Option(help="Disambiguate a name that a store and a run share.", show_default=False),

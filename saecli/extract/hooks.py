@@ -115,7 +115,7 @@ class Modules:
         return found
 
     def never_ran(self, point: HookPoint) -> ModelError:
-        """For a hook point that a forward pass has not come to."""
+        """The error for a hook point that a forward pass has not reached."""
         return ModelError(
             f"{self.named(point)} never ran: expected a module that every forward pass over tokens calls, by "
             "a model that is not compiled; name another, see `sae extract --list-modules`"

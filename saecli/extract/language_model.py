@@ -191,7 +191,8 @@ class LanguageModel:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
         if point.layer is None or not point.has_model_width or point.site == "mlp_in":
             return None
-        return weights_read(self._norms[point.layer + (point.site != "resid_pre") :])
+        first_block = point.layer if point.site == "resid_pre" else point.layer + 1
+        return weights_read(self._norms[first_block:])
 
 
 def _predicts_masked(source: ModelSource) -> bool:
@@ -228,7 +229,7 @@ class SideBySide:
         points: Sequence[HookPoint],
         take: Callable[[Tensor], Taken],
     ) -> list[Taken]:
-        """As `LanguageModel.read`."""
+        """The activations of all models; see `LanguageModel.read`."""
         taken: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
             if own := [point for point in points if point.model == number]:

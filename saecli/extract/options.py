@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -22,7 +21,7 @@ SIDES = ("in", "out")  # of a module
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
-# In `TextSource`'s order.
+# In the order of `TextSource`'s fields.
 OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
 DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
@@ -79,7 +78,7 @@ class HookPoint(NamedTuple):
 
     @classmethod
     def of(cls, origin: Mapping[str, Any], model: int = 0) -> Self:
-        """That of a store's or an input's record."""
+        """The hook point in a store's or an input's record."""
         return cls(origin.get("layer"), origin["site"], model)
 
     def __str__(self) -> str:
@@ -238,12 +237,17 @@ class ExtractConfig(Config):
                 f"{STDLIB_DOCS}, or leave it out"
             )
         for name in sorted(given & {*OF_SOURCE, *CHAT, "mix"}):
-            if not any(map(partial(_takes, name), datasets[1:] if name == "mix" else datasets)):
+            # One dataset needs no weight.
+            candidates = datasets[1:] if name == "mix" else datasets
+            if not any(_takes(name, dataset) for dataset in candidates):
                 raise ConfigError(
                     f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
                 )
         of_each = [self._of_each(name, datasets) for name in OF_SOURCE]
-        sources = tuple(map(TextSource, datasets, *of_each, map(_may_be_chat, datasets)))
+        sources = tuple(
+            TextSource(dataset, config, split, column, revision, chat=_may_be_chat(dataset))
+            for dataset, config, split, column, revision in zip(datasets, *of_each, strict=True)
+        )
         names = tuple(source.name for source in sources)
         if len({*names}) < len(names):
             raise ConfigError(
@@ -263,9 +267,10 @@ class ExtractConfig(Config):
         values = getattr(self, name) or ("",)
         default, *_ = options_of(type(self))[name].default or (None,)
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
+            times = "once per --dataset" if name == "mix" else "once per --dataset, or once"
             raise ConfigError(
-                f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
-                f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it"
+                f"{flag_of(name)} must be given {times}, got {len(values)} for "
+                f"{counted(len(datasets), 'dataset')}; correct it"
             )
         each = values * (len(datasets) // len(values))
         return [
@@ -279,7 +284,9 @@ class ExtractConfig(Config):
         idle = set() if text.chat else {"chat_template", "control_tokens"}
         if self.positions == "assistant" and texts:
             idle.add("positions")
-        for name in sorted(given & idle):
+        refused = sorted(given & idle)
+        if refused:
+            name = refused[0]
             raise ConfigError(
                 f"{flag_of(name)} {getattr(self, name)} needs chats; expected messages in "
                 f"{texts[0]}, got text; leave it out, or name their column with --text-column"

@@ -121,7 +121,7 @@ class Passes:
         """The number of first blocks that a pass with activations replaced at these hook points need not run: 0 where
         later blocks read more of them than the residual stream, as in models whose layers share keys and values. Found
         by trying it on some of the tokens, (B, T)."""
-        blocks = min((point.layer or 0) + (point.site == "resid_post") for point in points)
+        blocks = min(_blocks_before(point) for point in points)
         if blocks and blocks not in self._repeatable:
             few = token_ids[:1, :PROBED]
             whole, kept = self.states(few, torch.ones_like(few), keep=(blocks,))
@@ -132,6 +132,12 @@ class Passes:
             worst = (repeated - whole).abs().max()
             self._repeatable[blocks] = bool(worst <= ALIKE * whole.abs().max())
         return blocks if self._repeatable.get(blocks) else 0
+
+
+def _blocks_before(point: HookPoint) -> int:
+    """The number of first blocks that do not see a change at a hook point."""
+    layer = point.layer or 0
+    return layer + 1 if point.site == "resid_post" else layer
 
 
 @contextmanager
@@ -211,11 +217,11 @@ class CleanPass:
 
     @property
     def y(self) -> Tensor:
-        """Those at the hook points written, (n, E)."""
+        """The activations at the hook points written, side by side, (n, E)."""
         return torch.cat([self.activations[point] for point in self.writes], 1)
 
     def _next_tokens(self, windows: Sequence[StoredWindow]) -> Tensor:
-        """The token after each, (B, T)."""
+        """The token that follows each one, (B, T)."""
         next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
         of_text = self._mask.clone()
         for row, window in enumerate(windows):
@@ -232,13 +238,13 @@ class CleanPass:
         return self.filled(dict(zip(self.writes, y_hat.split(widths, 1), strict=True)))
 
     def filled(self, values: Mapping[HookPoint, Tensor]) -> Tensor:
-        """As `spliced`, with (n, E) or (E,) at each of some hook points."""
+        """The inputs of the head with values, (n, width) or (width,), in place of the activations at hook points."""
         return self.changed(
             (*values,), lambda point, activations: self.with_rows(activations, values[point])
         )
 
     def replaced_rows(self, activations: Tensor) -> Tensor:
-        """Those of the windows' rows, (n, D), of activations, (B, T, D)."""
+        """The windows' rows, (n, D), of activations, (B, T, D)."""
         return activations[self._replaced]
 
     def with_rows(self, activations: Tensor, rows: Tensor) -> Tensor:
@@ -381,66 +387,95 @@ def effects(
     Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
     the same on a fraction of the tokens.
     """
-    writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
-    numbers = range(len(models))
-    own_reads = [tuple(point for point in reads if point.model == number) for number in numbers]
-    own_parts = [
-        [index for index, part in enumerate(parts) if part[0].model == number] for number in numbers
-    ]
-    clean_sums = torch.zeros(len(models), dtype=torch.float64)
-    spliced = torch.zeros(2, len(parts), len(saes), dtype=torch.float64)  # cross-entropy, KL
-    rises = torch.zeros(2, len(parts), dtype=torch.float64)  # of a token's loss by zeros; squares
-    tokens = counted = predictions = tokens_zeroed = predictions_zeroed = 0
+    sums = _Sums(models, reads, parts, saes, zeroed)
     for batch in in_batches(windows, pass_tokens(models[0].model.device)):
-        clean_passes = [
-            CleanPass(passes, batch, points, points, [parts[index] for index in own])
-            for passes, points, own in zip(models, own_reads, own_parts, strict=True)
-        ]
+        sums.add(batch)
+        show(sums.tokens)
+    return [[sums.measures(part, sae) for part in range(len(parts))] for sae in range(len(saes))]
+
+
+class _Sums:
+    """What `effects`, whose arguments these are, sums over batches of windows."""
+
+    def __init__(
+        self,
+        models: Sequence[Passes],
+        reads: tuple[HookPoint, ...],
+        parts: Sequence[tuple[HookPoint, ...]],
+        saes: Sequence[SAE],
+        zeroed: float,
+    ) -> None:
+        self.models, self.reads, self.parts, self.saes = models, reads, parts, saes
+        self.zeroed = zeroed
+        self.writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
+        self.clean = torch.zeros(len(models), dtype=torch.float64)  # cross-entropy
+        # Cross-entropy and KL of the spliced models, (2, parts, SAEs).
+        self.spliced = torch.zeros(2, len(parts), len(saes), dtype=torch.float64)
+        # The rise of a token's loss by zeros, and its square, (2, parts).
+        self.rises = torch.zeros(2, len(parts), dtype=torch.float64)
+        self.tokens = self.tokens_zeroed = 0  # rows, and those that the zeroed model was run over
+        self.predictions = self.predictions_zeroed = 0  # of these, tokens with a next one
+        self.counted = 0  # all rows, or those that are masked
+
+    def add(self, windows: Sequence[StoredWindow]) -> None:
+        """Run a batch through the models as they are, spliced, and, for some batches, zeroed."""
+        clean_passes: list[CleanPass] = []
         activations: dict[HookPoint, Tensor] = {}
-        for clean in clean_passes:
+        for model, passes in enumerate(self.models):
+            points = tuple(point for point in self.reads if point.model == model)
+            parts = [part for part in self.parts if part[0].model == model]
+            clean = CleanPass(passes, windows, points, points, parts)
+            clean_passes.append(clean)
             activations |= clean.activations
-        x = torch.cat([activations[point] for point in reads], 1)
+        x = torch.cat([activations[point] for point in self.reads], 1)
         predicted: list[dict[HookPoint, Tensor]] = []
-        for sae in saes:
+        for sae in self.saes:
             y_hat = sae(x.to(sae.W_enc))
-            columns = zip(writes, sae.hook_columns, strict=True)
+            columns = zip(self.writes, sae.hook_columns, strict=True)
             predicted.append({point: y_hat[:, place] for point, place in columns})
-        zero_too = tokens_zeroed <= zeroed * tokens
-        for number, (clean, own) in enumerate(zip(clean_passes, own_parts, strict=True)):
-            states = [
-                clean.filled({point: y_hat[point] for point in parts[index]})
-                for index in own
-                for y_hat in predicted
-            ]
-            losses, *sums = clean.compared(states)
-            clean_sums[number] += losses.sum(dtype=torch.float64).cpu()
-            spliced[:, own] += torch.stack(sums).view(2, len(own), len(saes)).cpu()
-            if zero_too:
-                for index in own:
-                    rise = (clean.losses(clean.zeroed(parts[index])) - losses).double()
-                    rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
-        scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
-        tokens += len(x)
-        counted += len(clean_passes[0].states)
-        predictions += scored
+        zero_too = self.tokens_zeroed <= self.zeroed * self.tokens
+        for model, clean in enumerate(clean_passes):
+            self._add_pass(model, clean, predicted, zero_too)
+        predictions = int((clean_passes[0].next_tokens != NO_NEXT).sum())
+        self.tokens += len(x)
+        self.predictions += predictions
+        self.counted += len(clean_passes[0].states)
         if zero_too:
-            tokens_zeroed += len(x)
-            predictions_zeroed += scored
-        show(tokens)
+            self.tokens_zeroed += len(x)
+            self.predictions_zeroed += predictions
 
-    def measures(index: int, sae: int) -> dict[str, Any]:
-        clean = _ratio(clean_sums[parts[index][0].model], predictions)
-        ce, kl = spliced[:, index, sae]
-        ce_spliced = _ratio(ce, predictions)
-        rise, square = (_ratio(total, predictions_zeroed) for total in rises[:, index])
-        error = math.sqrt(max(0.0, square - rise**2) / max(1, predictions_zeroed))
+    def _add_pass(
+        self, model: int, clean: CleanPass, predicted: list[dict[HookPoint, Tensor]], zero_too: bool
+    ) -> None:
+        """Add the losses of a model: clean, with each SAE's predictions in each of its parts, and with zeros there."""
+        own_parts = [index for index, part in enumerate(self.parts) if part[0].model == model]
+        spliced = [
+            clean.filled({point: y_hat[point] for point in self.parts[index]})
+            for index in own_parts
+            for y_hat in predicted
+        ]
+        losses, *sums = clean.compared(spliced)
+        self.clean[model] += losses.sum(dtype=torch.float64).cpu()
+        shape = 2, len(own_parts), len(self.saes)
+        self.spliced[:, own_parts] += torch.stack(sums).view(shape).cpu()
+        if zero_too:
+            for index in own_parts:
+                rise = (clean.losses(clean.zeroed(self.parts[index])) - losses).double()
+                self.rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
+
+    def measures(self, part: int, sae: int) -> dict[str, Any]:
+        """The measures of a part and an SAE, by their numbers; see `effects`."""
+        ce_clean = _ratio(self.clean[self.parts[part][0].model], self.predictions)
+        ce, kl = self.spliced[:, part, sae]
+        ce_spliced = _ratio(ce, self.predictions)
+        rise, square = (_ratio(total, self.predictions_zeroed) for total in self.rises[:, part])
+        error = math.sqrt(max(0.0, square - rise**2) / max(1, self.predictions_zeroed))
+        recovered = 1 - (ce_spliced - ce_clean) / rise if rise > CLEARLY * error else None
         return {
-            "ce_clean": clean,
+            "ce_clean": ce_clean,
             "ce_spliced": ce_spliced,
-            "ce_zero": clean + rise,
-            "ce_recovered": 1 - (ce_spliced - clean) / rise if rise > CLEARLY * error else None,
-            "kl": _ratio(kl, counted),
-            "tokens": counted,
+            "ce_zero": ce_clean + rise,
+            "ce_recovered": recovered,
+            "kl": _ratio(kl, self.counted),
+            "tokens": self.counted,
         }
-
-    return [[measures(index, sae) for index in range(len(parts))] for sae in range(len(saes))]

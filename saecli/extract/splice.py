@@ -1,7 +1,7 @@
 """Where an SAE acts in a language model, and the windows of tokens to run that model over.
 
-The windows of tokens are those that a store keeps with its rows, so that neither the text nor the
-network is needed.
+A store keeps its windows with its rows, so measuring on them needs neither text nor network; windows are also made of
+prompts and of streamed text.
 
 Shapes: B windows, T tokens, n of them rows, D = d_in.
 """

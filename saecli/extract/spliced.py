@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -126,11 +125,12 @@ def splices(
         part.at.check(config.hidden_size, config.num_hidden_layers, name)
     modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
     if special is None:
-        given = [getattr(config, f"{kind}_token_id", None) for kind in KINDS]
-        ids = np.hstack([[], *(token for token in given if token is not None)])
-    else:
-        ids = np.array(special)
-    kept = torch.from_numpy(ids.astype(np.int64))
+        special = []
+        for kind in KINDS:
+            given = getattr(config, f"{kind}_token_id", None)
+            if given is not None:
+                special += given if isinstance(given, list | tuple) else [given]
+    special_ids = torch.tensor(special, dtype=torch.int64)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
@@ -138,7 +138,7 @@ def splices(
         replaced = torch.ones_like(tokens, dtype=torch.bool)
         if not everywhere:
             if token_ids is not None:
-                replaced &= ~torch.isin(token_ids, kept.to(token_ids.device))
+                replaced &= ~torch.isin(token_ids, special_ids.to(token_ids.device))
             replaced[first_tokens(replaced, kwargs)] = False
         for part in parts:
             part.begin(replaced)

@@ -178,16 +178,20 @@ class TextSource:
         if self.on_hub:
             yield from self._on_hub(start, mark)
             return
-        path = Path() if self.dataset == STDLIB_DOCS else _local_file(self.dataset)
-        texts = {
-            "": stdlib_docstrings,
-            ".txt": lambda: txt_texts(path),
-            ".jsonl": lambda: jsonl_texts(path, self.column, self.read),
-            ".parquet": lambda: parquet_texts(path, self.column, self.read),
-        }[path.suffix.lower()]()
-        with closing(texts):
+        with closing(self._not_on_hub()) as texts:
             for number, text in enumerate(islice(texts, start, None), start):
                 yield Document(number, text, None)
+
+    def _not_on_hub(self) -> Texts:
+        if self.dataset == STDLIB_DOCS:
+            return stdlib_docstrings()
+        path = _local_file(self.dataset)
+        kind = path.suffix.lower()
+        if kind == ".txt":
+            return txt_texts(path)
+        if kind == ".jsonl":
+            return jsonl_texts(path, self.column, self.read)
+        return parquet_texts(path, self.column, self.read)
 
     def _on_hub(self, start: int, mark: Mark | None) -> Iterator[Document]:
         """Nothing before the mark is read or downloaded."""
@@ -250,8 +254,9 @@ class Mixture:
 
     def demand_read(self) -> None:
         """Raise a ModelError if the network did not let a source be read."""
-        for reason in filter(None, (source.unread for source in self.sources)):
-            raise ModelError(reason)
+        reasons = [source.unread for source in self.sources if source.unread]
+        if reasons:
+            raise ModelError(reasons[0])
 
     @property
     def chat(self) -> bool:
@@ -265,10 +270,7 @@ class Mixture:
         return {"dataset": " + ".join(part["dataset"] for part in parts), "mixture": mixture}
 
     def documents(
-        self,
-        start: int = 0,
-        mark: Mark | None = None,
-        note: Callable[[str], None] = lambda _: None,
+        self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
         `note` tells of a source that ends before others."""

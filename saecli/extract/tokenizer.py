@@ -216,7 +216,8 @@ class Conversation:
             after = last
             if after < len(token_ids) and token_ids[after] in self.chats.control:
                 after += 1  # ends the turn
-                last += role == ASSISTANT
+                if role == ASSISTANT:
+                    last += 1
             if not marked:
                 roles[first:last] = [role] * (last - first)
             while after < len(token_ids) and self.rendered[starts[after] : ends[after]].isspace():

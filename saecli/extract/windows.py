@@ -151,7 +151,9 @@ class Windows:
                 parts.append(tokens[start:token])
                 room -= token - start
                 ended = self._positions == "last" or token == len(tokens)
-                after = Cursor(number + ended, 0 if ended else token, document.mark)
+                after = Cursor(number, token, document.mark)
+                if ended:
+                    after = Cursor(number + 1, 0, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if not packed or room <= (len(self._separator) if ended else 0):
                     yield self._window([*parts, _added(self.suffix, number)], after)

@@ -321,7 +321,7 @@ class ReluTopKCells(Cells):
         return margins
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """Those hyperplanes of `margins` that are nearer than the radius, (B,)."""
+        """The number of hyperplanes of `margins` nearer than the radius, (B,)."""
         counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
         zeros = (self.relu.distances(pre[full]) < radius) & self.largest.supports(pre[full])
         if full.any():

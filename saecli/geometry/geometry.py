@@ -157,44 +157,27 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
     census, sample = survey.census, survey.sample
     words = f"{run.subject.name}: power diagram, k-means and local PCA"
     with listener.progress(words, None, "steps"):
-        seed, fraction = run.subject.split_seed, run.subject.fraction
-        training_rows = run.store.split("train", fraction=fraction, seed=seed)
-        capacity = sample_capacity(run.sae.d_in)
-        # More rows than the default are held as asked for, whatever memory they take.
-        most = settings.fit_rows
-        if most <= SAMPLE_ROWS:
-            most = min(most, capacity)
-        train = _in_memory(training_rows, most)
+        train = _training_rows(run, settings.fit_rows)
         distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
         radius = settings.radius * float(np.median(distances))
         margins = {split: survey.margins}
         complexity = {split: local_complexity(cells, sample, radius)}
         other = {"test": "train", "train": "test"}.get(split)
         if other is not None:
-            rows = (
-                spread_out(train, capacity)
-                if other == "train"
-                else _in_memory(held_out(run).of_store, HELD_OUT_ROWS)
-            )
-            batches = torch.from_numpy(rows).split(batch_size(run.sae.d_sae))
-            margins[other] = np.concatenate(
-                [margins_of(cells, x, cells.pre_activations(x)) for x in batches]
-            )
+            if other == "train":
+                rows = spread_out(train, sample_capacity(run.sae.d_in))
+            else:
+                rows = _in_memory(held_out(run).of_store, HELD_OUT_ROWS)
+            margins[other] = _margins(cells, rows)
             complexity[other] = local_complexity(cells, rows, radius)
         references = measure_references(run.sae, sample, train, round(census.l0))
-        most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
-        diagram = agreement(cells, torch.from_numpy(spread_out(sample, most)).split(64))
+        compared = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
+        diagram = agreement(cells, torch.from_numpy(spread_out(sample, compared)).split(64))
         rank = rank_measures(cells, sample)
-    possible = cells.possible_log10
     document = {
         **run.heading,
         "act": run.sae.activation.name,
-        "rows": census.rows,
-        "l0": census.l0,
-        "cells_visited": len(census.counts),
-        "cells_possible_log10": possible,
-        "cells_share_log10": math.log10(len(census.counts)) - possible,
-        "occupancy": census.occupancy(),
+        **_cell_measures(cells, census),
         "rank": rank,
         "power_diagram": diagram,
         "margin": margin_measures(survey.margins),
@@ -205,16 +188,43 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
             "rows": len(complexity[split]),
             **describe(complexity[split]),
         },
-        "other_split": other
-        and {
+        "other_split": None,
+        "references": {**references, "held_out": split == "test"},
+    }
+    if other is not None:
+        document["other_split"] = {
             "split": other,
             "rows": len(margins[other]),
             "margin": margin_measures(margins[other]),
             "complexity": describe(complexity[other]),
-        },
-        "references": {**references, "held_out": split == "test"},
-    }
+        }
     return Geometry(run, census, sample, margins, complexity, document)
+
+
+def _training_rows(run: Measured, most: int) -> NDArray[np.float32]:
+    """The rows that the SAE was trained on, or `most` of them."""
+    seed, fraction = run.subject.split_seed, run.subject.fraction
+    # More rows than the default are held as asked for, whatever memory they take.
+    if most <= SAMPLE_ROWS:
+        most = min(most, sample_capacity(run.sae.d_in))
+    return _in_memory(run.store.split("train", fraction=fraction, seed=seed), most)
+
+
+def _margins(cells: Cells, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    batches = torch.from_numpy(rows).split(batch_size(cells.sae.d_sae))
+    return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in batches])
+
+
+def _cell_measures(cells: Cells, census: Census) -> dict[str, Any]:
+    visited, possible = len(census.counts), cells.possible_log10
+    return {
+        "rows": census.rows,
+        "l0": census.l0,
+        "cells_visited": visited,
+        "cells_possible_log10": possible,
+        "cells_share_log10": math.log10(visited) - possible,
+        "occupancy": census.occupancy(),
+    }
 
 
 def _batches(run: Measured, count: int, listener: Listener) -> Iterator[Tensor]:

@@ -13,14 +13,7 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint
-from ..extract.splice import (
-    READ,
-    check_rows,
-    hooked,
-    recorded_revision,
-    spec_of,
-    stored_windows,
-)
+from ..extract.splice import READ, check_rows, hooked, recorded_revision, spec_of, stored_windows
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
@@ -141,7 +134,7 @@ def compare_measured(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """As `evaluate`, for SAEs with their rows."""
+    """Measure SAEs with their rows, and note doubtful measures; see `evaluate`."""
     documents = evaluate_all(measured_saes, model, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     return documents
@@ -174,8 +167,11 @@ def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[R
             f"--model must be given once for each model that {measured.rows.name} came from, "
             f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}"
         )
-    others = iter([source for spec, source in by_spec.items() if spec not in wanted])
-    of_recorded = {spec: by_spec.get(str(spec)) or next(others) for spec in wanted}
+    others = [source for spec, source in by_spec.items() if spec not in wanted]
+    of_recorded = {}
+    for spec in wanted:
+        named = by_spec.get(str(spec))
+        of_recorded[spec] = named or others.pop(0)
     pairs = [(rows, of_recorded[spec]) for rows, spec in zip(stores_rows, recorded, strict=True)]
     for rows, source in pairs:
         check_rows(rows, source)
@@ -188,7 +184,7 @@ def evaluate_all(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """As `compare_measured`, without notes on doubtful measures."""
+    """Measure SAEs with their rows; see `evaluate`."""
     splices = []
     if model is not None:
         splices = _splices(measured_saes, model, listener)  # raises before the rows are measured

@@ -119,7 +119,7 @@ class Corpus:
         }
 
     def _silent_around(self, latent: int, tokens: np.ndarray) -> np.ndarray:
-        """As `around`, only the excerpts in which a latent is silent."""
+        """The excerpts around tokens, (E, 2), in which a latent is silent."""
         spans = self.around(tokens)
         counts = np.searchsorted(self.fires(latent), spans)
         return spans[counts[:, 0] == counts[:, 1]]
@@ -162,7 +162,7 @@ def _some(run: Measured, which: Which, rows: int) -> Measured:
 def _sample(
     run: Measured, cofiring: CoFiring | None, listener: Listener
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]]:
-    """Of each block of rows: tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F)."""
+    """For each block of rows: tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F)."""
     count = 0
     for block in in_blocks(run.inputs(listener), run.of_store, run.batch_rows):
         texts = block.texts

@@ -94,7 +94,7 @@ class PlaceSums:
 
 
 class PlaceMeasures(NamedTuple):
-    """Of each hook point; `beta` is NaN for a latent that never fired and between hook points of unlike widths."""
+    """Measures per hook point; `beta` is NaN for a latent that never fired and between hook points of unlike widths."""
 
     fvu: Tensor  # (P,)
     share: Tensor  # (F, P)

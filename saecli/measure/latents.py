@@ -179,7 +179,7 @@ class Partners(NamedTuple):
 
 
 class CoFiring:
-    """On which of evenly spaced ones of all rows each latent fires, one bit each: at most 4 KB per latent."""
+    """Which of evenly spaced rows each latent fires on, one bit each: at most 4 KB per latent."""
 
     def __init__(self, d_sae: int, rows: int) -> None:
         self._d_sae, self._stride = d_sae, max(1, math.ceil(rows / SAMPLED_ROWS))

@@ -95,7 +95,7 @@ class Measured:
 
     @property
     def split(self) -> str | None:
-        """Of the store; None for rows in memory."""
+        """The split of the store; None for rows in memory."""
         return self.rows.inputs[0].split.which if self.rows.inputs else None
 
     @property
@@ -142,7 +142,7 @@ class Measured:
 
     @cached_property  # it reads the column `source`
     def by_source(self) -> "dict[str, Measured]":
-        """Of a mixture with rows of several sources, the same on the rows of each, by name."""
+        """The same SAE on each source's rows, by name; empty unless a mixture's rows are of several."""
         if not self.rows.inputs or self.source is not None or not self.store.meta.sources:
             return {}
         columns = self.of_store.column("source", self.batch_rows)
@@ -203,7 +203,7 @@ class Measured:
                 show(done)
 
     def inputs(self, listener: Listener) -> Iterator[Tensor]:
-        """As `batches`, without targets, (B, D)."""
+        """Rows in stored order, without targets, (B, D); see `batches`."""
         return (batch[:, : self.sae.d_in] for batch in self.batches(listener))
 
 

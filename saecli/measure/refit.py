@@ -28,7 +28,7 @@ from ..sae.dictionary import SAE, Batch
 from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
 from ..store.reader import JoinedRows, Rows, RowSource
-from ..train.decoder_step import Moments, sampled_bytes
+from ..train.moments import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
 from ..train.rows import BLOCK_ROWS, ArrayLike
 from .evaluate import check_model, evaluate_all, note_doubts

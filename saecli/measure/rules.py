@@ -138,29 +138,35 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
     weights = _weighted(fires)
     fires.data[:] = 1
     silent = np.count_nonzero(corpus.positions[: corpus.trained] >= 0) - firings
-    best = np.zeros(len(firings))  # of equal ones the first kind is taken
+    # The balanced accuracy above 1/2 of each latent's rule; of equal ones the first kind is taken.
+    best = np.zeros(len(firings))
     rules: list[Rule | None] = [None] * len(firings)
     for kind in KINDS:
+        # The firings of each latent on tokens that have each value, (F, V): their number, their weight.
         having, names = tokens.having(kind.values(tokens))
-        seen = having[: corpus.trained]
-        counts, weighted = csr_array(fires @ seen), csr_array(weights @ seen)  # (F, V), alike
-        for each in (counts, weighted):
-            each.sort_indices()
+        trained = having[: corpus.trained]
+        counts, weighted = csr_array(fires @ trained), csr_array(weights @ trained)
+        counts.sort_indices()
+        weighted.sort_indices()
+        # What each value adds to the balanced accuracy; these arrays are alike, an entry of (F, V) each.
         latents = np.arange(len(firings)).repeat(np.diff(counts.indptr))
         recall = (weighted.data - np.sqrt(weighted.data)) / firings[latents]
-        false = (seen.sum(0)[counts.indices] - counts.data) / np.maximum(silent[latents], 1)
-        gains = np.where(silent[latents] > 0, recall - false, 0) / 2
+        silent_with_value = trained.sum(0)[counts.indices] - counts.data
+        false_alarms = silent_with_value / np.maximum(silent[latents], 1)
+        gains = np.where(silent[latents] > 0, recall - false_alarms, 0) / 2
+        # The values of each latent's rule: the largest gains, if they are large enough.
         order = np.lexsort((-gains, latents))
         ranks = np.arange(len(order)) - counts.indptr[latents]
         least = np.where(ranks > 0, LEAST_GAIN, 0)
-        order = order[(ranks < kind.most) & (gains[order] > least)]
-        score = np.bincount(latents[order], gains[order], len(firings)) - kind.cost
-        ends = np.searchsorted(latents[order], np.arange(len(firings) + 1))
+        chosen = order[(ranks < kind.most) & (gains[order] > least)]
+        starts = np.searchsorted(latents[chosen], np.arange(len(firings) + 1))
+        # Where the rule is better than with earlier kinds, it is taken.
+        accuracies = np.bincount(latents[chosen], gains[chosen], len(firings)) - kind.cost
         by_value = csc_array(having)
-        for latent in np.flatnonzero(score > best).tolist():
-            numbers = counts.indices[order[ends[latent] : ends[latent + 1]]]
+        for latent in np.flatnonzero(accuracies > best).tolist():
+            numbers = counts.indices[chosen[starts[latent] : starts[latent + 1]]]
             rules[latent] = Rule(kind.words, tuple(names[numbers]), by_value, numbers)
-        best = np.maximum(best, score)
+        best = np.maximum(best, accuracies)
     return rules
 
 

@@ -81,7 +81,7 @@ def stability(
 def stability_of(
     measured: Sequence[Measured], listener: Listener, match_threshold: float = MATCH_THRESHOLD
 ) -> dict[str, Any]:
-    """As `stability`, for SAEs with their rows."""
+    """Compare SAEs with their rows; see `stability`."""
     check_comparable([(each.subject, each.sae) for each in measured])
     names = [each.subject.name for each in measured]
     frequencies = [firing(each.sae, each.inputs(listener)).frequency.numpy() for each in measured]
@@ -180,7 +180,7 @@ def _measures(cosine: NDArray[np.float64], threshold: float) -> dict[str, Any]:
 
 
 def _means(pairs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Over the pairs that have a value."""
+    """The mean of each measure over the pairs that have it."""
     means: dict[str, float | None] = {}
     for name in MEASURES:
         values = [pair[name] for pair in pairs if pair[name] is not None]

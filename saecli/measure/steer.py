@@ -292,7 +292,7 @@ def _token_ids(model: LanguageModel, prefix: list[int], prompt: str, most: int) 
 def _activations(
     model: LanguageModel, inputs: list[Tensor], special: list[int], sae_at: Hooked
 ) -> tuple[Tensor, Tensor]:
-    """Those of the prompts' tokens that are changed, where an SAE reads and where it writes, (N, D) and (N, E)."""
+    """The activations that an SAE reads and writes, (N, D) and (N, E), at the prompts' tokens that are changed."""
     windows = []
     for token_ids in inputs:
         changed = ~np.isin(token_ids[0].numpy(), special)

@@ -407,7 +407,7 @@ def where(pre: Tensor, active: Tensor) -> Codes:
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:
-    """As `where`, but all of `pre` if many entries are kept, for activations that zero the others."""
+    """Like `where`, but all of `pre` if many entries are kept, for activations that zero the others."""
     few = few_entries(active)
     return Codes(pre) if few is None else _at_ascending(pre, few)
 

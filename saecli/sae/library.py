@@ -1,7 +1,7 @@
 """The SAE that a user names: an SAE in memory, a run, a folder, or an address on the Hugging Face hub.
 
-A run folder holds `run.json` (`base.home.RunDocument`), `config.toml`, `metrics.jsonl`, and from the first checkpoint
-on `sae.safetensors`.
+A run folder holds `run.json` (`base.documents.RunDocument`), `config.toml`, `metrics.jsonl`, and from the first
+checkpoint on `sae.safetensors`.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
 
 
 def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """Those of the inputs and of the target, if known."""
+    """The names of the hook points of the inputs and of the target, if known."""
     inputs = origin.get("inputs")
     names = []
     for point in inputs or [origin]:

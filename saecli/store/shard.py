@@ -23,13 +23,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER
-from .schema import (
-    CHUNK_CHECKSUMS,
-    SHARDS,
-    STATISTICS,
-    ShardRecord,
-    StoreMeta,
-)
+from .schema import CHUNK_CHECKSUMS, SHARDS, STATISTICS, ShardRecord, StoreMeta
 from .values import CODES, DTYPES, KINDS, WINDOWS, Spread, Windows, stacked
 
 if TYPE_CHECKING:

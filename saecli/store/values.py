@@ -75,7 +75,7 @@ Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of 
 
 
 def codes_datasets(codes: "csr_array") -> dict[str, np.ndarray]:
-    """As a shard stores them."""
+    """A shard's datasets of true codes, by name."""
     return {
         f"{CODES}/offset": codes.indptr.astype("<i8"),
         f"{CODES}/index": codes.indices.astype("<i4"),
@@ -119,7 +119,7 @@ class Windows:
         return np.diff(before[self.offset])
 
     def admitted(self, kept: np.ndarray, end: int) -> Self:
-        """Where of all the rows, (R,), only those `kept` are stored, and of these the first `end`."""
+        """The windows when of all rows, (R,), only those `kept` are stored, and of these the first `end`."""
         stored = self.stored.copy()
         stored[self.stored] = kept & (np.cumsum(kept) <= end)
         return type(self).of(np.diff(self.offset), self.token_id, stored)
@@ -142,7 +142,7 @@ class Windows:
         return cls(np.cumsum(lengths), first, token_id, stored)
 
     def datasets(self) -> dict[str, np.ndarray]:
-        """As a shard stores them."""
+        """A shard's datasets of these windows, by name."""
         return {
             f"{WINDOWS}/{name}": getattr(self, name).astype(kind) for name, kind in KINDS.items()
         }

@@ -6,8 +6,8 @@
     loop.py           batches and decoder steps in turn      training.py       one SAE in training; before and after
     fit.py            saecli.fit, open_store, join           runs.py           a run and the files of its folder
     jobs.py           runs to train: new, resumed, several   solver.py         descent, revival, sgd
-    adam.py           the optimiser                          upkeep.py         pam-sgd: releases, re-aims
-    decoder_step.py   a decoder step's pass                  pam_sgd.py        Algorithm 3.1, `--solver pam`
+    adam.py           the optimiser                          pam.py            Algorithm 3.1, `--solver pam`
+    moments.py        what a decoder step sums over rows     pam_sgd.py        `--solver pam-sgd`: release, re-aiming
     finetune.py       saecli.finetune, as a run              through.py        its solver and loop, through the model
     finetune_options.py   options of sae finetune
     ridge/            the closed-form decoder

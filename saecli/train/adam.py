@@ -53,7 +53,7 @@ class Adam:
         self._adam.step()
 
     def _reduce_gradients(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        """In one buffer; a process without rows contributes zeros."""
+        """Sum gradients over processes in one buffer; a process without rows contributes zeros."""
         tensors = self.tensors.values()
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors

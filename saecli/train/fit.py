@@ -85,7 +85,7 @@ def fit(
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
-    PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/train/pam_sgd.py`.
+    PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/train/pam.py`.
 
     Args:
         rows: a store or its name, from which the SAE is bit for bit that of `sae train`; rows of one

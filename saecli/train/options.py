@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from ..base.errors import ConfigError
-from ..base.options import (
-    Check,
-    Config,
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Seed,
-    Shown,
-)
+from ..base.options import Check, Config, Count, Fraction, NonNegative, Positive, Seed, Shown
 from ..base.processes import ALONE, Communicator
 from ..sae.activations import sparsity_names
 
@@ -139,8 +130,7 @@ class TrainingConfig(Config):
         Le(1e12),  # the square of the gradient must be finite in float32
         Shown(
             "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
-            " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
-            "start)."
+            "l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the start)."
         ),
     ] = None
     sparsity_warm_up: Annotated[
@@ -236,7 +226,7 @@ class TrainingConfig(Config):
 
 @dataclass(frozen=True)
 class SolverConfig(Config):
-    """A solver's options; `build` makes the solver."""
+    """Base of `Sgd`, `Pam`, `PamSgd` and `Finetune`: a solver's options, and defaults that depend on the solver."""
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
@@ -348,7 +338,7 @@ class Pam(Paper, ClosedForm):
     """Options of the paper's Algorithm 3.1."""
 
     name: ClassVar[str] = "pam"
-    made_by: ClassVar[str] = "pam_sgd:PamSolver"
+    made_by: ClassVar[str] = "pam:PamSolver"
     smooths: ClassVar[bool] = False
 
     beta: Annotated[
@@ -377,7 +367,7 @@ class PamSgd(Revival, ClosedForm):
     """Options of PAM-SGD."""
 
     name: ClassVar[str] = "pam-sgd"
-    made_by: ClassVar[str] = "upkeep:PamSgdSolver"
+    made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
     # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201; sgd gets worse.
     most_for_few: ClassVar[float] = 2.0
     # The same, 9,216 latents, 4,000 steps, topk 32: FVU 0.158 with 2/3, at twice that rate 0.149, at four times 0.162;

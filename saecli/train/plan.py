@@ -17,7 +17,7 @@ from ..sae.metrics import doubts
 from ..store.opening import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
 from . import ridge
-from .decoder_step import sampled_bytes
+from .moments import sampled_bytes
 from .options import (
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
@@ -49,10 +49,7 @@ class Parts:
 
 
 def parts_of(
-    training: TrainingConfig,
-    store: ActivationStore | Joined,
-    begun: bool,
-    activation: Activation,
+    training: TrainingConfig, store: ActivationStore | Joined, begun: bool, activation: Activation
 ) -> Parts:
     """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
     seed, fraction = training.split_seed, training.fraction
@@ -115,7 +112,7 @@ class Plan:
             )
         if start is not None:
             training, activation = start.inherit(training, activation, train_rows)
-        if train_rows.passes == 1 and training.epochs is training.steps is None:
+        if train_rows.passes == 1 and training.epochs is None and training.steps is None:
             training = replace(training, epochs=1)
         if training.smoothing == "auto" and not solver.smooths:
             training = replace(training, smoothing=0.0)

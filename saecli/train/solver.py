@@ -17,7 +17,7 @@ from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .adam import Adam
-from .decoder_step import Pass
+from .moments import Pass
 from .options import REVIVAL_ROWS, Paper, Revival, Sgd, SolverConfig, TrainingConfig
 from .rows import Smoothing
 
@@ -57,11 +57,11 @@ class Task:
 
     @property
     def batches(self) -> int:
-        """Of one epoch."""
+        """Batches in one epoch."""
         return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
-        """At a step, from 0: a linear rise, a plateau, a linear fall to zero."""
+        """The rate at a step, from 0: a linear rise, a plateau, a linear fall to zero."""
         rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
         fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)

@@ -27,7 +27,7 @@ from ..base.processes import ALONE, Communicator
 from ..extract.forward import pass_tokens
 from ..extract.passes import CleanPass, Passes, effects
 from ..extract.splice import Hooked, StoredWindow, in_batches, stored_activations
-from ..sae.activations import Relu, Thresholded
+from ..sae.activations import THRESHOLD_RATE, Relu, Thresholded, between
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
@@ -40,9 +40,9 @@ from .training import Training
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
-# Change per step, of the logarithm, over the relative excess of L0.
-THRESHOLD_RATE = 0.05  # of the thresholds
-WEIGHT_RATE = 0.5  # of the penalty's weight
+WEIGHT_RATE = (
+    0.5  # relative change of the penalty's weight per step, over the relative excess of L0
+)
 
 
 @lru_cache(maxsize=2)  # the windows of a step are of two passes at most, unless there are few
@@ -83,8 +83,8 @@ class SplicedText:
         return numbers
 
     def activations(self, windows: Sequence[StoredWindow], tokens: int) -> ArrayRows:
-        """Those of about the first `tokens` rows, with a transcoder's targets; of many hook points fewer, for at most
-        2 GiB in all."""
+        """The activations at about the first `tokens` rows, with a transcoder's targets; at many hook points fewer, for
+        at most 2 GiB in all."""
         model, at = self.passes.model, self.hooked
         points = list(dict.fromkeys((*at.reads, *at.writes)))
         blocks: list[list[Tensor]] = []
@@ -245,10 +245,10 @@ class ThroughModel(Solver):
         tiny = torch.finfo(pre.dtype).tiny
         if shifts:
             norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).clamp(min=tiny)
-            dictionary.b_enc -= _between(pre * norms, kept) / norms
+            dictionary.b_enc -= between(pre * norms, kept) / norms
         elif isinstance(activation, Thresholded):
             thresholds = activation.thresholds(parameters, pre.shape[1]).clamp(min=tiny)
-            parameters["threshold"] *= _between(pre / thresholds, kept).clamp(min=0)
+            parameters["threshold"] *= between(pre / thresholds, kept).clamp(min=0)
 
     def notes(self) -> list[str]:
         if self.most_tokens is None:
@@ -261,11 +261,6 @@ class ThroughModel(Solver):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         self.target, self.weight = state["target"].to(self.target), state["weight"].to(self.weight)
-
-
-def _between(values: Tensor, count: int) -> Tensor:
-    """A number that `count` of the values are above."""
-    return values.flatten().topk(count + 1).values[-2:].mean()
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,7 @@ from ..sae.dictionary import SAE, Batch, Dictionary
 from ..sae.metrics import reconstruction, reconstructions
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
-from .rows import (
-    Normalisation,
-    TrainingRows,
-    fit_normalisation,
-    on_raw_rows,
-    raw_batches,
-)
+from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .solver import Solver, StepReport, Task
 from .start import Start, default_learning_rate, initial_sae, rescaled, shaped
 
@@ -80,7 +74,7 @@ class Comparison:
     def of(
         cls, start: Start, initial: SAE, normalisation: Normalisation, state: Mapping[str, Tensor]
     ) -> Self:
-        """Of a training that begins with `initial`, or resumes from a checkpoint."""
+        """A comparison with `initial`, or, on resuming, with the checkpoint's SAE from before training."""
         factor = 1.0
         if state:
             factor = float(state.get("begun.factor", 1.0))
@@ -359,23 +353,22 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
             lr = TRAIN_ON * default_learning_rate(rows.d_in, firings)
         else:
             lr = default_learning_rate(
-                rows.d_in,
-                firings,
-                plan.steps,
-                plan.solver.most_for_few,
-                plan.solver.firings_power,
+                rows.d_in, firings, plan.steps, plan.solver.most_for_few, plan.solver.firings_power
             )
+    unseen = None
+    if plan.kept_out is not None:
+        unseen = rows.sample_of(plan.kept_out, CALIBRATION_ROWS)
     return Task(
         training,
-        rows.rows,
-        plan.steps,
-        float(lr),
-        rows.sample,
-        None if plan.kept_out is None else rows.sample_of(plan.kept_out, CALIBRATION_ROWS),
-        rows.regression,
-        plan.held,
-        plan.start is not None,
-        memory,
+        rows=rows.rows,
+        steps=plan.steps,
+        lr=float(lr),
+        sample=rows.sample,
+        unseen=unseen,
+        B=rows.regression,
+        held=plan.held,
+        begun=plan.start is not None,
+        memory=memory,
     )
 
 

@@ -19,11 +19,11 @@ from solver_problems import (
 
 from saecli.sae.activations import MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train.decoder_step import Moments
+from saecli.train.moments import Moments
 from saecli.train.options import RELEASED_BELOW, Pam, PamSgd
+from saecli.train.pam_sgd import LAST_ROWS, PASS_ROWS, passes_after, silence, steps_between
 from saecli.train.ridge import Sums
 from saecli.train.start import initial_sae
-from saecli.train.upkeep import LAST_ROWS, PASS_ROWS, passes_after, silence, steps_between
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
 EYE = torch.eye(2, dtype=torch.float64)

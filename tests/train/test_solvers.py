@@ -25,9 +25,9 @@ from torch import Tensor
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
-from saecli.train import upkeep
+from saecli.train import pam_sgd
 from saecli.train.options import WIDEST, Pam, PamSgd, Sgd, SolverConfig
-from saecli.train.pam_sgd import PamSolver
+from saecli.train.pam import PamSolver
 from saecli.train.plan import default_width
 from saecli.train.rows import Smoothing
 from saecli.train.solver import Solver, directions_of_worst
@@ -378,7 +378,7 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
 
 @pytest.mark.parametrize("solve", ["direct", "iterative"])
 def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch, solve):
-    monkeypatch.setattr(upkeep, "REAIMED", 1.5 / F)
+    monkeypatch.setattr(pam_sgd, "REAIMED", 1.5 / F)
     rows = sparse_mixture()
     solver = started(PamSgd(alpha=0.01, solve=solve), rows, Relu())
     with torch.no_grad():

@@ -28,7 +28,7 @@ from saecli.sae.activations import ACTIVATIONS, Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
 from saecli.store.opening import Joined
 from saecli.store.values import Spread
-from saecli.train.decoder_step import penalty_decay
+from saecli.train.moments import penalty_decay
 from saecli.train.rows import ArrayRows, Smoothing, TrainingRows, fit_normalisation
 from saecli.train.runs import read_metrics
 from saecli.train.solver import re_aim

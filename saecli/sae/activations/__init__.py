@@ -1,7 +1,7 @@
 """Activations, which map pre-activations to codes.
 
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
-the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
+the penalties that it offers. To add one, write its class and add it to `KINDS`.
 
     base.py    Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, TargetL0
 
@@ -25,6 +25,7 @@ from .base import (
     Penalty,
     TargetL0,
     Thresholded,
+    between,
 )
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ class BatchTopK(Thresholded, KeepsK):
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
-        largest = pre.flatten().topk(kept + 1).values
-        return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
+        return {"threshold": between(pre, kept).clamp(min=0)}
 
 
 @dataclass(frozen=True)

@@ -122,18 +122,18 @@ class TargetL0(Penalty):
         return self.target + (first - self.target) * max(0.0, 1 - progress / FALL)
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """With the threshold at which L0 is the first aim."""
+        """The parameters with the threshold at which L0 is the first aim."""
         kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
         lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
         threshold = parameters["threshold"].new_full((pre.shape[1],), lowest.item())
         return parameters | {"threshold": threshold}
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """With an aim of at most the SAE's L0: it has found its directions."""
+        """The parameters with an aim of at most the SAE's L0, since the SAE has found its directions."""
         return parameters | {"aim": parameters["aim"].clamp(max=max(self.target, l0))}
 
     def excess(self, codes: Codes, parameters: Parameters) -> Tensor:
-        """That of L0 over the aim, relative, at most 1."""
+        """Relative excess of L0 over the aim, at most 1."""
         rows, aim = codes.shape[0], parameters["aim"]
         return (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
 
@@ -150,10 +150,15 @@ class TargetL0(Penalty):
 
         thresholds = parameters["threshold"].clamp(min=0)
         kept = round(self.target * len(pre))
-        ratios = (pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
-        if not 0 < kept < len(ratios):
+        if not 0 < kept < pre.numel():
             return {}
-        return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
+        ratios = pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)
+        return {"threshold": thresholds * between(ratios, kept).clamp(min=0)}
+
+
+def between(values: Tensor, count: int) -> Tensor:
+    """Halfway between the `count`-th largest value and the next."""
+    return values.flatten().topk(count + 1).values[-2:].mean()
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class Activation(Config):
         """Raise a ConfigError for settings that do not fit the number of latents."""
 
     def penalties(self) -> dict[str, Penalty]:
-        """Those on offer, by name, the default first."""
+        """The penalties on offer, by name, the default first."""
         return {"none": Penalty(), "l1": L1(), "l1-codes": L1OfCodes()}
 
     def penalty(self, sparsity: str) -> Penalty:
@@ -231,7 +236,7 @@ class Activation(Config):
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """As `Penalty.calibrated`."""
+        """New values of parameters at the end of training; see `Penalty.calibrated`."""
         return {}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:

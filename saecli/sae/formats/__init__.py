@@ -267,7 +267,7 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
 
 
 def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
-    """As `save`; several SAEs as a set, one for each layer, if the format takes sets."""
+    """Write SAEs as `save` does; several as a set, one for each layer, if the format takes sets."""
     form, members = FORMATS[name], []
     if not is_free(folder):
         raise FormatError(

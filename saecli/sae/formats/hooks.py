@@ -132,7 +132,7 @@ def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
 
 
 def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
-    """As `origin_of_hook`, of transformers' name of a module, and the `side` of it if the name has none."""
+    """`layer` and `site` in transformers' name of a module, with `side` if it names none; see `origin_of_hook`."""
     match = _MODULE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return {f"{of}site": name} if isinstance(name, str) and name.endswith(ENDINGS) else {}

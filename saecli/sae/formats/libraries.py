@@ -92,7 +92,7 @@ def load_saelens(folder: Path) -> SavedSAE:
 
 
 def _origin(hook: Any, of: str = "") -> dict[str, Any]:
-    """Of TransformerLens' hook point, or of a module of transformers, whose output SAELens then takes."""
+    """Layer and site of TransformerLens' hook point, or of transformers' module, whose output SAELens then takes."""
     return hooks.origin_of_hook(hook, of) or hooks.origin_of_module(hook, "output", of)
 
 

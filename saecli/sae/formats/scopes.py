@@ -101,7 +101,7 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
 
 
 def _origin(hook: Any, of: str = "") -> dict[str, Any]:
-    """As `hooks.origin_of_hook`, for these names."""
+    """Layer and site in a hook point's name, as `hooks.origin_of_hook` gives them."""
     match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
     if match is None:
         return {}

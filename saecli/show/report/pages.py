@@ -32,10 +32,7 @@ L0_BINS = 40
 
 
 def overview(
-    heading: Document,
-    measures: Document,
-    survey: Survey,
-    notes: Sequence[str],
+    heading: Document, measures: Document, survey: Survey, notes: Sequence[str]
 ) -> dict[str, Any]:
     """The first page's content, without the columns of its table that `details` fills.
 

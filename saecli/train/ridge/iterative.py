@@ -59,7 +59,7 @@ def conjugate_gradient(
 
 
 def _positive(values: Tensor) -> Tensor:
-    """With 1 for columns already solved, whose steps are then 0."""
+    """The values, with 1 for columns already solved, whose steps are then 0."""
     return torch.where(values > 0, values, 1.0)
 
 

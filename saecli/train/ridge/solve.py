@@ -116,10 +116,7 @@ class DecoderState:
 
 
 def solve(
-    system: System,
-    terms: Terms,
-    factorisation: Factorisation | None = None,
-    needless: int = 0,
+    system: System, terms: Terms, factorisation: Factorisation | None = None, needless: int = 0
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
     `factorisation` replaces the terms'. `needless` is the number of latents that are found as missed least, at most.

@@ -150,11 +150,11 @@ class Direct(Factorisation):
         return _solve(self._R, right).contiguous()  # products with it are then faster
 
     def quadratic(self, psi: Tensor) -> Tensor:
-        """F^2 operations per row."""
+        """See `Factorisation.quadratic`; cost: F^2 operations per row."""
         return torch.linalg.solve_triangular(self._R.mT, psi.T, upper=False).square().sum(0)
 
     def inverse(self) -> Inverse:
-        """On a CPU from `R^-1`, which replaces R; F^3 / 3 operations."""
+        """See `Factorisation.inverse`; on a CPU from `R^-1`, which replaces R, in F^3 / 3 operations."""
         if self._R.device.type != "cpu":
             return super().inverse()
         inverse_R, _ = dtrtri(self._R.numpy(), overwrite_c=1)
@@ -269,16 +269,16 @@ class Dual(Direct):
         self._weight = _weight(decay, self.ridge)  # r E^-1, (F, 1)
 
     def solve(self, right: Tensor) -> Tensor:
-        """4 N F + 2 N^2 operations per column."""
+        """See `Factorisation.solve`; cost: 4 N F + 2 N^2 operations per column."""
         weighted = self._weight * right
         return (weighted - self._lift(super().solve(self._Z_h @ weighted))) / self.ridge
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """By `sum z (y - centre)' = Z_h' Y`, without cancellation."""
+        """Solve for `sum z (y - centre)' = Z_h' Y`, without cancellation."""
         return self._lift(super().solve(self._targets(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
-        """2 N F + N^2 operations per row."""
+        """See `Factorisation.quadratic`; cost: 2 N F + N^2 operations per row."""
         weighted = self._weight * psi.T
         subtracted = super().quadratic((self._Z_h @ weighted).T)
         return ((weighted * psi.T).sum(0) - subtracted) / self.ridge

@@ -185,7 +185,7 @@ class Factorisation(ABC):
         return (psi.T * self.solve(psi.T)).sum(0)
 
     def inverse(self) -> Inverse:
-        """At F times the cost of `quadratic` at most; called last, as it may overwrite the factor."""
+        """M, at most at F times the cost of `quadratic`; called last, as it may overwrite the factor."""
         u = self.system.u
         numbers = torch.arange(len(u), device=u.device)
         units = (one_hot(latents, len(u)).to(u) for latents in numbers.split(PIECE))

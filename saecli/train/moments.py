@@ -75,12 +75,12 @@ class Moments:
 
     @property
     def fired(self) -> Tensor:
-        """On any row, a mask, (F,)."""
+        """Which latents fire on any row, (F,) bool."""
         return self.firings > 0
 
     @property
     def solved_together(self) -> bool:
-        """In lockstep, each process multiplying by its own codes; else by rank 0 alone."""
+        """Whether all processes solve in lockstep, each with its own codes; else rank 0 solves alone."""
         return isinstance(self.system, StreamedCodes)
 
     def add(self, codes: Codes, batch: Batch) -> None:
@@ -155,8 +155,7 @@ def broadcast_state(
 
 
 def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tensor:
-    """Of each latent, (F,), the weight of the quadratic in `||W_i||` that majorises the penalty, and equals it at the
-    current decoder.
+    """Weights, (F,), of the quadratics in `||W_i||` that majorise the penalty, and equal it at the current decoder.
 
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
     penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the penalised norms, summed
