@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saecli.extract.splice import StoredWindow
+from saecli.extract.splice import TextWindow
 
 Replace = Callable[[Tensor], Tensor]
 
@@ -85,7 +85,7 @@ def but_first(y: Tensor, new: Tensor) -> Tensor:
 def effects_by_hooks(
     model: nn.Module,
     module: nn.Module,
-    windows: Iterable[StoredWindow],
+    windows: Iterable[TextWindow],
     spliced: Replace,
     side: str = "out",
 ) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def effects_by_hooks(
 
     losses, divergences = {"ce_clean": [], "ce_spliced": [], "ce_zero": []}, []
     for window in windows:
-        ids, rows = torch.from_numpy(window.token_ids), torch.from_numpy(window.replaced)
+        ids, rows = torch.from_numpy(window.token_ids), torch.from_numpy(window.is_row)
 
         def at_rows(x: Tensor, rows: Tensor = rows) -> Tensor:
             return x.masked_scatter(rows[:, None], spliced(x[0, rows]))

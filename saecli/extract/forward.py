@@ -19,7 +19,7 @@ from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
 from ..store.writer import StoreWriter
 from .options import HookPoint
-from .splice import StoredWindow, padded
+from .splice import TextWindow, padded
 from .windows import Block, Cursor
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class Forward:
     ) -> Activations:
         """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
         `show` is called after each batch with its numbers of tokens and rows. Empty without windows."""
-        stored = [StoredWindow(*window) for window in windows]
+        stored = [TextWindow(*window) for window in windows]
         if not stored:
             return {}
         lengths = np.array([window.length for window in stored])
-        ends = np.cumsum([window.replaced.sum() for window in stored])
+        ends = np.cumsum([window.is_row.sum() for window in stored])
         rows_of = np.split(np.arange(ends[-1]), ends[:-1])
         gathered: list[Tensor] = []
         # Longest first: a lack of memory shows at once.
@@ -99,7 +99,7 @@ class Forward:
         similar = int(np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right"))
         return max(1, min(similar, self.tokens // int(lengths[0])))
 
-    def _read(self, windows: Sequence[StoredWindow], points: Sequence[HookPoint]) -> list[Tensor]:
+    def _read(self, windows: Sequence[TextWindow], points: Sequence[HookPoint]) -> list[Tensor]:
         token_ids, mask, kept = padded(windows)
         positions = moved(kept.flatten().nonzero()[:, 0], self._model.device)
 

@@ -29,7 +29,7 @@ from ..sae.dictionary import SAE
 from .forward import pass_tokens
 from .language_model import LanguageModel, Reached
 from .options import HookPoint
-from .splice import StoredWindow, in_batches, padded
+from .splice import TextWindow, in_batches, padded
 from .tokenizer import affixes
 
 PROBED = 16  # tokens on which a pass that repeats blocks is compared with a whole one
@@ -176,25 +176,23 @@ class CleanPass:
     def __init__(
         self,
         passes: Passes,
-        windows: Sequence[StoredWindow],
+        windows: Sequence[TextWindow],
         reads: tuple[HookPoint, ...],
         writes: tuple[HookPoint, ...],
         parts: Sequence[tuple[HookPoint, ...]] = (),
     ) -> None:
         """`parts`: hook points that are to be replaced at once, if not all that are written."""
         self.passes, self.reads, self.writes = passes, reads, writes
-        self._token_ids, self._mask, replaced = padded(windows)  # (B, T); mask 0 at padding
+        self._token_ids, self._mask, is_row = padded(windows)  # (B, T); mask 0 at padding
         passes.model.check_tokens(self._token_ids)
         if passes.model.mask_token is None:
-            scored, next_tokens = replaced, self._next_tokens(windows)[replaced]
+            scored, next_tokens = is_row, self._next_tokens(windows)[is_row]
         else:
-            scored = hidden_tokens(windows, replaced)
+            scored = hidden_tokens(windows, is_row)
             next_tokens = self._token_ids[scored]
             self._token_ids[scored] = passes.model.mask_token
         self.next_tokens = next_tokens.to(passes.model.device)
-        self._replaced, self._scored = (
-            which.to(passes.model.device) for which in (replaced, scored)
-        )
+        self._replaced, self._scored = (which.to(passes.model.device) for which in (is_row, scored))
         keep = {passes.repeatable(part, self._token_ids) for part in parts or [writes]} - {0}
         self.activations: dict[HookPoint, Tensor] = {}
 
@@ -220,7 +218,7 @@ class CleanPass:
         """The activations at the hook points written, side by side, (n, E)."""
         return torch.cat([self.activations[point] for point in self.writes], 1)
 
-    def _next_tokens(self, windows: Sequence[StoredWindow]) -> Tensor:
+    def _next_tokens(self, windows: Sequence[TextWindow]) -> Tensor:
         """The token that follows each one, (B, T)."""
         next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
         of_text = self._mask.clone()
@@ -336,12 +334,12 @@ class CleanPass:
             yield rows, *(each[own] for each in logits)
 
 
-def hidden_tokens(windows: Sequence[StoredWindow], replaced: Tensor) -> Tensor:
+def hidden_tokens(windows: Sequence[TextWindow], is_row: Tensor) -> Tensor:
     """The tokens that a masked model is to predict, (B, T) bool: `MASKED` of each window's rows, at least one, by a
     seed that its tokens are."""
-    hidden = torch.zeros_like(replaced)
+    hidden = torch.zeros_like(is_row)
     for row, window in enumerate(windows):
-        rows = np.flatnonzero(window.replaced)
+        rows = np.flatnonzero(window.is_row)
         chosen = np.random.default_rng(crc32(window.token_ids.tobytes()))
         count = max(1, round(MASKED * len(rows)))
         hidden[row, chosen.choice(rows, count, replace=False)] = True
@@ -361,7 +359,7 @@ def _ratio(total: Tensor, count: int) -> float:
 @torch.no_grad()
 def effects(
     models: Sequence[Passes],
-    windows: Iterable[StoredWindow],
+    windows: Iterable[TextWindow],
     reads: tuple[HookPoint, ...],
     parts: Sequence[tuple[HookPoint, ...]],
     saes: Sequence[SAE],
@@ -417,7 +415,7 @@ class _Sums:
         self.predictions = self.predictions_zeroed = 0  # of these, tokens with a next one
         self.counted = 0  # all rows, or those that are masked
 
-    def add(self, windows: Sequence[StoredWindow]) -> None:
+    def add(self, windows: Sequence[TextWindow]) -> None:
         """Run a batch through the models as they are, spliced, and, for some batches, zeroed."""
         clean_passes: list[CleanPass] = []
         activations: dict[HookPoint, Tensor] = {}

@@ -17,7 +17,7 @@ from ..sae.metrics import Reconstruction
 from .forward import pass_tokens
 from .options import HookPoint
 from .passes import NO_NEXT, CleanPass, Passes
-from .splice import Hooked, StoredWindow, demand_apart, in_batches
+from .splice import Hooked, TextWindow, demand_apart, in_batches
 
 Predict = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -37,7 +37,7 @@ class TogetherPass(CleanPass):
     """A clean pass that keeps the activations at all hook points of several SAEs, to be spliced at once."""
 
     def __init__(
-        self, passes: Passes, windows: Sequence[StoredWindow], acts: Sequence[Hooked]
+        self, passes: Passes, windows: Sequence[TextWindow], acts: Sequence[Hooked]
     ) -> None:
         points = tuple(dict.fromkeys(point for at in acts for point in (at.written, at.read)))
         super().__init__(passes, windows, points, points)
@@ -72,7 +72,7 @@ class TogetherPass(CleanPass):
 @torch.no_grad()
 def effects_together(
     passes: Passes,
-    windows: Iterable[StoredWindow],
+    windows: Iterable[TextWindow],
     acts: Sequence[Hooked],
     means: Sequence[Tensor],
     show: Callable[[int], None],

@@ -40,7 +40,7 @@ from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint, last_layer, place_given
-from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
+from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
 from ..extract.tokenizer import affixes
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
@@ -300,7 +300,7 @@ class LastTokens:
             )
         return x
 
-    def _window(self, text: str) -> StoredWindow:
+    def _window(self, text: str) -> TextWindow:
         """A text's last tokens, of which only the last is read."""
         encoded = self._model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not encoded:
@@ -310,7 +310,7 @@ class LastTokens:
             )
         before = [*self._affixes.prefix, *encoded[-self._room :]]
         token_ids = np.array([*before, *self._affixes.suffix], np.int64)
-        return StoredWindow(token_ids, np.arange(len(token_ids)) == len(before) - 1)
+        return TextWindow(token_ids, np.arange(len(token_ids)) == len(before) - 1)
 
 
 def codes_of(sae: SAE, x: Tensor) -> csr_matrix:

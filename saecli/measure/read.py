@@ -23,7 +23,7 @@ from ..base.errors import ConfigError, demand_at_least, demand_text, unknown_cho
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
-from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
+from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
 from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters
 from ..extract.windows import Window, Windows
@@ -129,7 +129,7 @@ class _Reader:
 
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
         """The codes of the tokens that are `read`, (T,), as (T, F)."""
-        stored = [StoredWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
+        stored = [TextWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
         rows = max(16, BATCH_CODES // self._sae.d_sae)
         blocks = []
         for at_points in stored_activations(self._model, stored, self._points, 1):

@@ -30,7 +30,7 @@ from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import find_model
 from ..extract.options import place_given
-from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
+from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
 from ..extract.spliced import Splice, splices
 from ..extract.tokenizer import TokenTexts, affixes, special_ids
 from ..extract.tokens import continuation
@@ -297,7 +297,7 @@ def _activations(
     for token_ids in inputs:
         changed = ~np.isin(token_ids[0].numpy(), special)
         changed[:1] = False
-        windows.append(StoredWindow(token_ids[0].numpy(), changed))
+        windows.append(TextWindow(token_ids[0].numpy(), changed))
     points = list(dict.fromkeys([sae_at.read, sae_at.written]))
     batches = stored_activations(model, windows, points, 1)
     at_points = [torch.cat(parts).float() for parts in zip(*batches, strict=True)]

@@ -21,7 +21,7 @@ from ..extract.options import ExtractConfig, place_given
 from ..extract.passes import Passes
 from ..extract.splice import (
     Hooked,
-    StoredWindow,
+    TextWindow,
     check_rows,
     hooked,
     model_of,
@@ -187,7 +187,7 @@ def _stream_text(
         listener=listener,
         whole=True,
     )
-    parts: tuple[list[StoredWindow], list[StoredWindow]] = [], []
+    parts: tuple[list[TextWindow], list[TextWindow]] = [], []
     left = [extract.rows, MEASURED_ROWS]
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
     documents = extraction.text.documents(note=listener.note)
@@ -195,7 +195,7 @@ def _stream_text(
         for part, split in enumerate(splits):
             kept = window.kept & split.keeps(window.tokens["document"])
             if left[part] > 0 and kept.any():
-                parts[part].append(StoredWindow(window.token_ids, kept))
+                parts[part].append(TextWindow(window.token_ids, kept))
                 left[part] -= int(kept.sum())
         if max(left) <= 0:
             break

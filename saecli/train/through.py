@@ -26,7 +26,7 @@ from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
 from ..extract.forward import pass_tokens
 from ..extract.passes import CleanPass, Passes, effects
-from ..extract.splice import Hooked, StoredWindow, in_batches, stored_activations
+from ..extract.splice import Hooked, TextWindow, in_batches, stored_activations
 from ..sae.activations import THRESHOLD_RATE, Relu, Thresholded, between
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
@@ -57,13 +57,13 @@ class SplicedText:
 
     passes: Passes
     hooked: Hooked
-    train: Sequence[StoredWindow]
-    test: Sequence[StoredWindow]
+    train: Sequence[TextWindow]
+    test: Sequence[TextWindow]
 
     @cached_property
     def rows(self) -> np.ndarray:
         """Rows per training window."""
-        return np.array([window.replaced.sum() for window in self.train])
+        return np.array([window.is_row.sum() for window in self.train])
 
     @cached_property
     def windows_per_step(self) -> int:
@@ -82,7 +82,7 @@ class SplicedText:
             numbers.append(int(_shuffled(seed, pass_number, len(self.train))[place]))
         return numbers
 
-    def activations(self, windows: Sequence[StoredWindow], tokens: int) -> ArrayRows:
+    def activations(self, windows: Sequence[TextWindow], tokens: int) -> ArrayRows:
         """The activations at about the first `tokens` rows, with a transcoder's targets; at many hook points fewer, for
         at most 2 GiB in all."""
         model, at = self.passes.model, self.hooked
@@ -110,7 +110,7 @@ class StepWindows:
 
     text: SplicedText
     normalisation: Normalisation
-    windows: list[StoredWindow]
+    windows: list[TextWindow]
     size: int
 
 
@@ -172,7 +172,7 @@ class ThroughModel(Solver):
             # Outside of the except clause, where the error has released its tensors.
             self._halve_passes(batch)
 
-    def _descend_part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
+    def _descend_part(self, batch: StepWindows, windows: list[TextWindow]) -> Tensor:
         """Add the gradient of some of the windows; returns their part of the measures."""
         hooked, dictionary = batch.text.hooked, self.dictionary
         mean, scale, target_mean, target_scale = batch.normalisation.of_sae()

@@ -162,7 +162,7 @@ def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path
     found = stored_windows(store.split("all"), 10**9)
     for one, expected in zip(found, windows, strict=True):
         assert one.token_ids.tolist() == expected.token_ids.tolist()
-        assert one.replaced.tolist() == expected.kept.tolist()
+        assert one.is_row.tolist() == expected.kept.tolist()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     names = {"user": "human", "assistant": "gpt"}
     gpt = [

@@ -26,7 +26,7 @@ from transformers import (
 import saecli
 from saecli.extract.options import SITES, HookPoint
 from saecli.extract.passes import hidden_tokens
-from saecli.extract.splice import StoredWindow
+from saecli.extract.splice import TextWindow
 
 WORDS = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<mask>"]
 CLS, EOS, MASK = 0, 2, WORDS.index("<mask>")
@@ -156,7 +156,7 @@ def test_effects_are_of_masked_tokens(sae: CommandLine, tmp_path: Path, kind: st
     clean = spliced = kl = 0.0
     count = rows = 0
     for ids, kept in saecli.open_store("x", home=sae.home).split("test").windows(None):
-        window = StoredWindow(ids, kept)
+        window = TextWindow(ids, kept)
         hidden = hidden_tokens([window], torch.from_numpy(kept)[None])
         assert (
             hidden.sum() == max(1, round(0.15 * kept.sum()))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.splice import StoredWindow
+from saecli.extract.splice import TextWindow
 from saecli.store.schema import StoreMeta
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -124,7 +124,7 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     model = AutoModelForCausalLM.from_pretrained(folder)
     windows = saecli.open_store("rows", home=sae.home).split("test").windows(None)
     module = model.get_submodule("model.layers.1.mlp.down_proj")
-    stored_windows = [StoredWindow(*window) for window in windows]
+    stored_windows = [TextWindow(*window) for window in windows]
     expected = effects_by_hooks(model, module, stored_windows, trained, "in")["kl"]
     assert measured["kl"] == pytest.approx(expected, rel=1e-3) and measured["kl"] > 0
     document = sae("read run --json --prompt abcabc").json

@@ -31,7 +31,7 @@ from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
 from saecli.extract.options import BUNDLED, TINY_GEMMA2, HookPoint
 from saecli.extract.passes import CleanPass, Passes, effects
-from saecli.extract.splice import StoredWindow, stored_windows
+from saecli.extract.splice import TextWindow, stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows
 from saecli.sae.activations import Relu, TopK
@@ -53,18 +53,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "CACHED_LOGITS", 7 * 4096)
 
 
-def windows_of(model: LanguageModel, texts: list[str]) -> list[StoredWindow]:
+def windows_of(model: LanguageModel, texts: list[str]) -> list[TextWindow]:
     found = []
     for number, text in enumerate(texts):
         token_ids = np.array(model.tokenizer(text)["input_ids"][: 20 + 7 * number])
         replaced = np.random.default_rng(number).random(len(token_ids)) < 0.9
         replaced[0] = False
-        found.append(StoredWindow(token_ids, replaced))
+        found.append(TextWindow(token_ids, replaced))
     return found
 
 
 @pytest.fixture(scope="module")
-def windows(gemma: LanguageModel) -> list[StoredWindow]:
+def windows(gemma: LanguageModel) -> list[TextWindow]:
     return windows_of(gemma, [inspect.getdoc(thing) for thing in (dict, list, str, json.dumps)])
 
 
@@ -75,7 +75,7 @@ def exact_model() -> Any:
 
 @pytest.mark.parametrize(("layer", "site"), PLACES)
 def test_effects_are_those_of_a_hook_in_float64(
-    layer: int, site: str, gemma: LanguageModel, windows: list[StoredWindow], small_blocks: None
+    layer: int, site: str, gemma: LanguageModel, windows: list[TextWindow], small_blocks: None
 ):
     saes = [random_sae(d_in=gemma.source.d_model, seed=seed) for seed in (0, 1)]
     place = (HookPoint(layer, site),)
@@ -90,7 +90,7 @@ def test_effects_are_those_of_a_hook_in_float64(
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
 def test_the_gradient_is_that_of_plain_torch(
-    objective: str, gemma: LanguageModel, windows: list[StoredWindow], small_blocks: None
+    objective: str, gemma: LanguageModel, windows: list[TextWindow], small_blocks: None
 ):
     place = (HookPoint(2, "resid_post"),)
     clean = CleanPass(Passes(gemma), windows, place, place)
@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_plain_torch(
     model = exact_model()
     exact = y_hat.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    given = iter(exact.split([int(window.replaced.sum()) for window in windows]))
+    given = iter(exact.split([int(window.is_row.sum()) for window in windows]))
     for window in windows:
         token_ids, rows = map(torch.from_numpy, window)
         own = next(given)
@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_plain_torch(
     torch.testing.assert_close(y_hat.grad.double(), exact.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_blocks_below_the_hook_point_run_once(gemma: LanguageModel, windows: list[StoredWindow]):
+def test_blocks_below_the_hook_point_run_once(gemma: LanguageModel, windows: list[TextWindow]):
     runs = dict.fromkeys(range(gemma.source.layers), 0)
 
     def count(layer: int, module: nn.Module, args: Any) -> None:
@@ -216,10 +216,10 @@ def extracted(home: Path, model: Path | list[str], **options: Any) -> Any:
     return saecli.extract(model, dataset=str(text), home=home, **options)
 
 
-def cut(model: LanguageModel, texts: list[Document]) -> list[StoredWindow]:
+def cut(model: LanguageModel, texts: list[Document]) -> list[TextWindow]:
     """The windows that extraction makes of texts."""
     windows = Windows(model.tokenizer, CONTEXT).cut(texts)
-    return [StoredWindow(window.token_ids, window.kept) for window in windows]
+    return [TextWindow(window.token_ids, window.kept) for window in windows]
 
 
 def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
@@ -292,7 +292,7 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
 
 def test_windows_are_taken_until_they_hold_the_tokens_asked_for(sae: CommandLine, folder: Path):
     rows = extracted(sae.home, folder).split("all")
-    counts = [window.replaced.sum() for window in stored_windows(rows, 50)]
+    counts = [window.is_row.sum() for window in stored_windows(rows, 50)]
     assert sum(counts) >= 50 > sum(counts[:-1])
 
 

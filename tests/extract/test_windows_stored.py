@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
-from saecli.extract.splice import StoredWindow
+from saecli.extract.splice import TextWindow
 from saecli.store.reader import ActivationStore
 from saecli.store.split import is_test
 
@@ -187,7 +187,7 @@ def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, op
         own[mask] = held_out[at : at + mask.sum()]
         at += mask.sum()
         if own.any():
-            windows.append(StoredWindow(token_ids, own))
+            windows.append(TextWindow(token_ids, own))
     expected = effects_by_hooks(llama, llama.model.layers[LAYER], windows, double)
     assert expected["tokens"] == held_out.sum()
     assert_same_effects(found, expected)
