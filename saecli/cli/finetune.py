@@ -31,7 +31,7 @@ def command(
     """Train an SAE on through the language model that it acts in.
 
     Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
-    its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder.
+    its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder, of one model.
 
     The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
     CE recovered on text kept out of training before and after. Saves a run, with the better SAE of the two.

@@ -237,6 +237,10 @@ def train_and_print(session: Session, jobs: Sequence[Job], each: bool = False) -
     for job in jobs:
         try:
             documents.append(train_run(job, session.console))
+        except KeyboardInterrupt:
+            if len(jobs) > 1 and (each or "name" in session.given):
+                session.console.note("the same command again goes on with all runs")
+            raise
         except Exception as error:  # reported at the end, when the others have finished
             if alone or processes.world_size > 1:  # the other processes may wait for this one
                 raise

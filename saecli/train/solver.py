@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..base.devices import moved, products_in
 from ..base.processes import ALONE, Communicator
+from ..sae.activations import Parameters
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .adam import Adam
@@ -226,15 +227,19 @@ class Solver:
     @torch.no_grad()
     def calibrate(self) -> None:
         """Set the activation's estimates for other rows than those trained on."""
-        parameters = self.dictionary.activation_parameters
+        for name, value in self.calibrated(self.dictionary).items():
+            self.dictionary.activation_parameters[name].copy_(value)
+
+    @torch.no_grad()
+    def calibrated(self, dictionary: Dictionary) -> Parameters:
+        """The estimates of a dictionary's activation for other rows than those trained on."""
+        parameters = dictionary.activation_parameters
         rows = self.task.sample if self.task.unseen is None else self.task.unseen
-        if not self.dictionary.estimates or not len(rows.x):
-            return
-        pre = self.dictionary.pre_activations(rows.x)
-        calibrated = self.dictionary.activation.calibrated(pre, parameters)
-        calibrated |= self.penalty.calibrated(pre, parameters)
-        for name, value in calibrated.items():
-            parameters[name].copy_(value)
+        if not dictionary.estimates or not len(rows.x):
+            return {}
+        pre = dictionary.pre_activations(rows.x)
+        of_penalty = self.penalty.calibrated(pre, parameters)
+        return dictionary.activation.calibrated(pre, parameters) | of_penalty
 
     def record(self) -> dict[str, float]:
         """Own measures for `metrics.jsonl` and the final summary."""

@@ -241,6 +241,13 @@ class Start:
             sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, activation, parameters, W_skip=sae.W_skip
         ).copy_to(sample.dtype)
 
+    def has_codes_of(self, activation: Activation) -> bool:
+        """Whether the SAE's own codes are this activation's, without setting its parameters anew."""
+        own = self._sae.activation
+        return self._is_like(activation) and all(
+            getattr(own, name) == getattr(activation, name) for name in own.of_codes
+        )
+
     def _is_like(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)
 

@@ -314,7 +314,10 @@ def start_training(
     solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
     comparison = None
     if plan.start is not None:
-        comparison = Comparison.of(plan.start, initial, rows.normalisation, state)
+        begun = initial
+        if not state and not plan.start.has_codes_of(plan.activation):
+            begun = initial.changed(None, **solver.calibrated(initial))
+        comparison = Comparison.of(plan.start, begun, rows.normalisation, state)
     if state:
         tensors = solver.state() | ({} if comparison is None else comparison.state())
         demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -110,6 +110,15 @@ def test_another_activation_begins_with_parameters_fitted_to_the_rows(
         assert done["final"]["test_l0"] == pytest.approx(float(l0[1]), rel=0.5)
 
 
+def test_a_start_that_is_kept_has_the_l0_that_another_activation_is_asked_for(sae: CommandLine):
+    begin_with(sae, published(TopK(k=3)))
+    worse = "--solver sgd --lr 3 --steps 20 --no-revive".split()
+    for words in ("--act batchtopk --k 2", "--act batchtopk --k 3", "--act jumprelu --target-l0 2"):
+        document = train_on(sae, *words.split(), *worse)
+        assert document["kept"] == "before"
+        assert document["final"]["test_l0"] == pytest.approx(float(words.split()[-1]), rel=0.1)
+
+
 @pytest.mark.slow
 def test_a_target_l0_is_held_from_the_first_step(sae: CommandLine):
     begin_with(sae, published(TopK(k=3)))
