@@ -42,7 +42,7 @@ def device_named(name: str) -> torch.device:
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
-            f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto"
+            f"--device {name} cannot be used here: {one_line(error)}; use cpu or auto"
         ) from error
     return device
 
