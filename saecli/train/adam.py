@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+# Torch's second, 0.999, averages over 1,000 steps, longer than a decoder lasts that is solved for anew. SmolLM2-135M,
+# L0 32, FVU of pam-sgd with it and with 0.99: topk 0.177, 0.173, batchtopk 0.178, 0.172, jumprelu 0.180, 0.177; of sgd,
+# topk, 0.180, 0.179. 0.95 and 0.97 are as good.
+BETAS = (0.9, 0.99)
+
 
 class Adam:
-    """`torch.optim.Adam`, fused, on the named tensors that need a gradient.
+    """`torch.optim.Adam`, fused, with `BETAS`, on the named tensors that need a gradient.
 
     `clip_norm` limits the norm of all gradients together; `all_reduce` sums those of several processes.
     """
@@ -21,7 +26,7 @@ class Adam:
     ) -> None:
         self.clip_norm, self.all_reduce = clip_norm, all_reduce
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        self._adam = torch.optim.Adam([*self.tensors.values()], fused=True)
+        self._adam = torch.optim.Adam([*self.tensors.values()], betas=BETAS, fused=True)
         self._begin(self.tensors)
 
     def include(self, name: str, tensor: Tensor) -> None:

@@ -24,9 +24,10 @@ from saecli.store.opening import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
+from saecli.train.adam import BETAS, Adam
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
-from saecli.train.solver import Adam, Solver
+from saecli.train.solver import Solver
 from saecli.train.training import Record, start_training
 
 simulated_gpu.register()
@@ -276,8 +277,10 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     assert waits == {}
     state = adam.state()
     average, square = (state[f"adam.{name}.W_enc"].cpu() for name in ("exp_avg", "exp_avg_sq"))
-    torch.testing.assert_close(average[0], torch.tensor([0, 0.1, 0, 0.3, 0, 0.5]))
-    mean = 1e-3 * (1 + 9 + 25) / 3
+    first, second = BETAS
+    expected = (1 - first) * torch.tensor([0.0, 1, 0, 3, 0, 5])
+    torch.testing.assert_close(average[0], expected)
+    mean = (1 - second) * (1 + 9 + 25) / 3
     torch.testing.assert_close(square[0, ::2], torch.full((3,), mean))
 
 
