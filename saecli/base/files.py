@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -40,7 +40,7 @@ def partial_path(path: Path) -> Path:
 
 
 def _own_partial(path: Path) -> Path:
-    """As `partial_path`, another one for each writer."""
+    """Where one of several writers of a file makes it, next to `path`, hidden."""
     return path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
 
 
@@ -77,7 +77,7 @@ def is_free(folder: Path) -> bool:
 @contextmanager
 def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder; on success rename it to `folder`, which `is_free` unless `replacing`, on any
-    failure remove it."""
+    failure remove it: a folder that was to be replaced stays."""
     make_folder(folder.parent)
     temporary = _own_partial(folder)
     temporary.mkdir()
@@ -91,7 +91,8 @@ def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Pa
             try:
                 temporary.replace(folder)
             except BaseException:
-                old.replace(folder)
+                with suppress(OSError):  # another writer's may be there by now
+                    old.replace(folder)
                 raise
             shutil.rmtree(old)
     except BaseException:

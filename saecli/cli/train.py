@@ -238,8 +238,9 @@ def train_and_print(session: Session, jobs: Sequence[Job], each: bool = False) -
         try:
             documents.append(train_run(job, session.console))
         except KeyboardInterrupt:
-            if len(jobs) > 1 and (each or "name" in session.given):
-                session.console.note("the same command again goes on with all runs")
+            is_sweep = job.run.command == "train" and len(jobs) > 1
+            if is_sweep and (each or "name" in session.given):
+                session.console.note("the same command again resumes this sweep")
             raise
         except Exception as error:  # reported at the end, when the others have finished
             if alone or processes.world_size > 1:  # the other processes may wait for this one

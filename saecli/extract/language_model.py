@@ -315,7 +315,7 @@ def modules_document(model: str, revision: str | None) -> dict[str, Any]:
     in_block = re.compile(rf"{re.escape(modules.path)}\.(\d+)(?:\.|$)")
     layers: dict[tuple[str | None, ...], list[int]] = {}
     for path, module in modules.model.named_modules():
-        runs = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        runs = type(module).forward is not nn.Module.forward  # lists of modules have none
         if path and runs:
             sites = [modules.sites.get((path, side)) for side in SIDES]
             own = layers.setdefault((folded(modules.name(path)), *sites), [])

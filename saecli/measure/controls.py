@@ -29,7 +29,7 @@ import torch
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_run
-from ..base.errors import ConfigError, RunError, TrainingError
+from ..base.errors import ConfigError, RunError, TrainingError, one_line
 from ..base.home import Home
 from ..base.machine import is_out_of_memory
 from ..extract.splice import spec_of, stored_activations, stored_windows
@@ -154,7 +154,7 @@ class _Work:
         except Exception as error:
             if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
                 raise
-            self.notes.append(f"{control} left out: {error}")
+            self.notes.append(f"{control} left out: {one_line(error)}")
 
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[_Line]:
         measured = [self.run]

@@ -152,7 +152,8 @@ def _check(probed: Sequence[Hooked], k: Sequence[int]) -> None:
         )
     if len({each.prepend_bos for each in probed}) > 1:
         raise ConfigError(
-            "cannot probe SAEs of windows with BOS and of windows without it together; name them apart"
+            "cannot probe together SAEs of windows with and without special tokens before the text; "
+            "probe them by separate commands"
         )
     for each in probed:
         if each.sae.widths:

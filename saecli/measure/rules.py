@@ -138,7 +138,7 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
     weights = _weighted(fires)
     fires.data[:] = 1
     silent = np.count_nonzero(corpus.positions[: corpus.trained] >= 0) - firings
-    # The balanced accuracy above 1/2 of each latent's rule; of equal ones the first kind is taken.
+    # What each latent's rule adds to a balanced accuracy of 1/2, less its kind's cost; the first of equals is taken.
     best = np.zeros(len(firings))
     rules: list[Rule | None] = [None] * len(firings)
     for kind in KINDS:
@@ -161,12 +161,12 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
         chosen = order[(ranks < kind.most) & (gains[order] > least)]
         starts = np.searchsorted(latents[chosen], np.arange(len(firings) + 1))
         # Where the rule is better than with earlier kinds, it is taken.
-        accuracies = np.bincount(latents[chosen], gains[chosen], len(firings)) - kind.cost
+        scores = np.bincount(latents[chosen], gains[chosen], len(firings)) - kind.cost
         by_value = csc_array(having)
-        for latent in np.flatnonzero(accuracies > best).tolist():
+        for latent in np.flatnonzero(scores > best).tolist():
             numbers = counts.indices[chosen[starts[latent] : starts[latent + 1]]]
             rules[latent] = Rule(kind.words, tuple(names[numbers]), by_value, numbers)
-        best = np.maximum(best, accuracies)
+        best = np.maximum(best, scores)
     return rules
 
 

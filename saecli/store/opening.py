@@ -132,7 +132,7 @@ def find_store(home: Home, name: str | None) -> ActivationStore:
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """As `find_store`, with a note that names the newest; StoreError if a shard is missing or truncated."""
+    """The store of `find_store`, with a note that names the newest; StoreError if a shard is missing or truncated."""
     store = find_store(home, name)
     if name is None:
         listener.note(f"using the newest store, {store.name}")
@@ -188,7 +188,7 @@ def note_massive_rows(store: ActivationStore, listener: Listener) -> None:
 
 
 def note_massive(name: str, norms: Norms, listener: Listener) -> None:
-    """As `note_massive_rows`, by the norms of some rows."""
+    """Warn about massive rows by the norms of some rows."""
     if norms.massive_rows:
         listener.note(
             f"{name}: {norms.massive_rows:,} of {norms.rows:,} rows have over {OUTLYING} times the median "
@@ -322,9 +322,10 @@ def _describe_run(shelf: Shelf, name: str) -> dict[str, Any]:
 
 def folder_bytes(folder: Path) -> int:
     size = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # another process may rename its files
-            size += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process may rename or remove it
+                size += os.stat(os.path.join(parent, name)).st_size
     return size
 
 

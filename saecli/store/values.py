@@ -119,7 +119,7 @@ class Windows:
         return np.diff(before[self.offset])
 
     def admitted(self, kept: np.ndarray, end: int) -> Self:
-        """The windows when of all rows, (R,), only those `kept` are stored, and of these the first `end`."""
+        """The windows if, of all rows, only the first `end` of those `kept`, (R,) bool, are stored."""
         stored = self.stored.copy()
         stored[self.stored] = kept & (np.cumsum(kept) <= end)
         return type(self).of(np.diff(self.offset), self.token_id, stored)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..base.options import demand_known, words_of
 from ..base.processes import communicator
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import ModelSource
-from ..extract.options import ExtractConfig, place_given
+from ..extract.options import ExtractConfig, ModelDtype, place_given
 from ..extract.passes import Passes
 from ..extract.splice import (
     Hooked,
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     config: Finetune
     training: TrainingConfig
-    text: Mapping[str, Any]  # options of `sae extract`, without `dataset` those of the model
+    text: Mapping[str, Any]  # options of `sae extract`, for a text that is streamed; else empty
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
@@ -119,9 +119,14 @@ class Opened:
 
     def run(self, settings: Settings, created: str) -> "FinetuneRun":
         tokens_per_step = self.text.windows_per_step * self.text.rows.mean()
-        # A branch may move on until an interrupted fine-tuning is resumed.
-        revision = self.text.passes.model.source.revision
-        config = replace(settings.config, model_revision=revision)
+        # Until it is resumed, a branch may move on; and auto is this device's precision.
+        model = self.text.passes.model
+        dtype = model.source.dtype_on(model.device, settings.config.model_dtype)
+        config = replace(
+            settings.config,
+            model_revision=model.source.revision,
+            model_dtype=cast(ModelDtype, dtype),
+        )
         training = replace(
             settings.training,
             lr_warm_up=0.0,

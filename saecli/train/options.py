@@ -226,7 +226,7 @@ class TrainingConfig(Config):
 
 @dataclass(frozen=True)
 class SolverConfig(Config):
-    """Base of `Sgd`, `Pam`, `PamSgd` and `Finetune`: a solver's options, and defaults that depend on the solver."""
+    """Base of the options of solvers, `Sgd`, `Pam`, `PamSgd` and `Finetune`; its fields are their defaults."""
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""PAM-SGD: descent on the encoder alternates with the decoder's closed-form optimum.
+"""The paper's PAM-SGD: descent on the encoder alternates with the decoder's closed-form optimum.
 
 Source: the paper's Algorithm 3.1. One outer iteration t is a pass of encoder steps, on
 

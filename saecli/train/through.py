@@ -40,9 +40,8 @@ from .training import Training
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
-WEIGHT_RATE = (
-    0.5  # relative change of the penalty's weight per step, over the relative excess of L0
-)
+# Relative change of the penalty's weight per step, over the relative excess of L0.
+WEIGHT_RATE = 0.5
 
 
 @lru_cache(maxsize=2)  # the windows of a step are of two passes at most, unless there are few
@@ -212,7 +211,8 @@ class ThroughModel(Solver):
         if most <= longest:
             raise ModelError(
                 f"a window of {longest:,} tokens does not fit in the memory of {device} with its "
-                "gradient; lower --context, or use --model-dtype bfloat16"
+                "gradient; use --model-dtype bfloat16, or shorter windows: a lower --context, with "
+                "--dataset or of `sae extract`"
             )
         self.most_tokens = most // 2
         if device.type == "cuda":

@@ -45,8 +45,10 @@ def main(
     given: dict[str, Any] = {}
     for option in options or []:
         name, _, value = option.partition("=")
-        is_number = value.replace(".", "", 1).isdigit()
-        given[name] = float(value) if is_number else value
+        try:
+            given[name] = json.loads(value)
+        except ValueError:  # a word
+            given[name] = value
     if saelens_python is None:
         saes = ours(rows, act, solver, l0, seed, given)
     else:

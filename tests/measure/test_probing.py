@@ -9,7 +9,7 @@ import numpy as np
 import probe_sets
 import pytest
 import torch
-from homes import CommandLine, make_run, steerable
+from homes import CommandLine, make_run, random_sae, steerable
 from launching import captured, python_with
 from scipy.sparse import csr_matrix
 from scipy.stats import bootstrap
@@ -114,6 +114,13 @@ def test_activations_match_each_texts_last_token_alone(tmp_path: Path, architect
         with torch.no_grad():
             states = model.model(token_ids, output_hidden_states=True).hidden_states
         torch.testing.assert_close(without[0], states[1][0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_saes_of_windows_with_and_without_bos_are_probed_apart(sae: CommandLine):
+    for name, prepend_bos in (("with", True), ("without", False)):
+        origin = {"model": "tiny-gemma2", "layer": 1, "site": "resid_post"}
+        make_run(sae.home, name, random_sae(), origin=origin | {"prepend_bos": prepend_bos})
+    sae("probe with without --k 1").fails(2, "probe them by separate commands")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from saecli.store.opening import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
-from saecli.train.adam import BETAS, Adam
+from saecli.train.adam import Adam
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
 from saecli.train.solver import Solver
@@ -277,7 +277,7 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     assert waits == {}
     state = adam.state()
     average, square = (state[f"adam.{name}.W_enc"].cpu() for name in ("exp_avg", "exp_avg_sq"))
-    first, second = BETAS
+    first, second = 0.9, 0.99
     expected = (1 - first) * torch.tensor([0.0, 1, 0, 3, 0, 5])
     torch.testing.assert_close(average[0], expected)
     mean = (1 - second) * (1 + 9 + 25) / 3

@@ -24,6 +24,7 @@ from storing import memory_folder
 
 from saecli.base.files import lock_folder
 from saecli.sae.activations import JumpRelu, TopK
+from saecli.train.loop import Loop
 from saecli.train.runs import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
@@ -189,6 +190,30 @@ def test_a_sweep_that_failed_whole_says_nothing_is_saved(sae: CommandLine):
     assert done.err.count("the loss became") == 2 and "saved in" not in done.err
     done = sae(*words, "--json")
     assert (done.status, json.loads(done.out)) == (1, {"runs": []})
+
+
+@pytest.mark.parametrize(("name", "resumes"), [(["--name", "sweep"], True), ([], False)])
+def test_a_stopped_sweep_says_how_it_goes_on(
+    sae: CommandLine, monkeypatch: pytest.MonkeyPatch, name: list[str], resumes: bool
+):
+    make_store(sae.home, "rows", some_rows(1000))
+
+    def stopped(self: Loop) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loop, "_train", stopped)
+    done = sae("train", *QUICK, "--seed", "0", "--seed", "1", *name)
+    assert done.status == 130
+    assert ("the same command again resumes this sweep" in done.err) == resumes
+
+
+def test_resume_without_a_name_passes_over_a_damaged_run(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    for name in ("good", "damaged"):
+        assert sae("train", "--name", name, *QUICK).status == 0
+        change_json(sae.home / "runs" / name / "run.json", complete=False, result=None)
+    change_json(sae.home / "runs" / "damaged" / "run.json", format_version=10**6)
+    assert sae("train", "--resume", "--json").json["run"] == "good"
 
 
 def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: CommandLine):

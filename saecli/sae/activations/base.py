@@ -70,7 +70,7 @@ class Penalty:
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """New values at the end of training, given pre-activations, (n, F), of rows not trained on."""
+        """New values for use on other rows, given pre-activations, (n, F), of rows not trained on."""
         return {}
 
 

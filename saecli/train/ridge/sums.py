@@ -274,7 +274,7 @@ class Dual(Direct):
         return (weighted - self._lift(super().solve(self._Z_h @ weighted))) / self.ridge
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """Solve for `sum z (y - centre)' = Z_h' Y`, without cancellation."""
+        """See `Factorisation.solve_cross`; the right side `sum z (y - centre)'` is `Z_h' Y`, without cancellation."""
         return self._lift(super().solve(self._targets(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
