@@ -141,6 +141,11 @@ def extract(
             }
         )
         if len(finished) < len(requests):
+            if config.rows < processes.world_size:
+                raise ConfigError(
+                    f"--rows must be at least the number of processes, {processes.world_size}, got "
+                    f"{config.rows}"
+                )
             text.demand_read()
             from .language_model import LanguageModel  # transformers takes seconds to import
 
@@ -220,11 +225,6 @@ class Extraction:
         for model in models:
             if model.source.note:
                 listener.note(model.source.note)
-        if config.rows < processes.world_size:
-            raise ConfigError(
-                f"--rows must be at least the number of processes, {processes.world_size}, got "
-                f"{config.rows}"
-            )
         rows, more = divmod(config.rows, processes.world_size)
         self.rows = rows + (processes.rank < more)
 

@@ -178,5 +178,7 @@ def test_an_error_names_its_process(sae: CommandLine, tmp_path: Path):
     assert "sae list runs in one process: expected extract or" in own_words(refused.err)[-1]
     wrong = together(2, "--home", sae.home, *WORDS, "--rows", "none")
     assert "--rows must be a valid integer" in wrong.err
+    few = together(2, "--home", sae.home, *WORDS, "--rows", "1")
+    assert "--rows must be at least the number of processes, 2, got 1" in few.err
     missing = together(3, "--home", sae.home, *WORDS, "--dataset", tmp_path / "no.txt")
     assert "no.txt does not exist" in missing.err
