@@ -159,16 +159,15 @@ def unfinished_run(
         return run.settings, "finetune" if run.solver.name == "finetune" else "train"
 
     if name is None:
-        unfinished = []
         for candidate in runs.unfinished():
             with suppress(RunError):  # a damaged run must not block others
                 if read(candidate)[1] == command:
-                    unfinished.append(candidate)
-        if not unfinished:
+                    name = candidate
+                    break
+        if name is None:
             raise RunError(
                 f"there is no unfinished run in {runs.path}; start one with `sae {command}`"
             )
-        name = unfinished[0]
         listener.note(f"going on with {name}")
     document, began_by = read(name)
     if document["complete"]:

@@ -28,6 +28,7 @@ from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, s
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
+from ...store.opening import folder_bytes
 from ...store.split import Which
 from .pages import Details, TokenNumbers, overview
 
@@ -205,15 +206,14 @@ def report(
     with listener.progress("writing", len(chosen), "latents") as show:
         contents = details.contents(show)
         write_pages(folder, f"{run.subject.name}: latents", content, contents, overwrite)
-    files = [path for path in folder.rglob("*") if path.is_file()]
     return {
         **run.heading,
         "path": str(folder),
         "index": str(folder / INDEX),
         "latents": d_sae,
         "pages": len(chosen),
-        "files": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
+        "files": sum(path.is_file() for path in folder.rglob("*")),
+        "bytes": folder_bytes(folder),
         "index_bytes": (folder / INDEX).stat().st_size,
         "measures": content["measures"],
         "firing": content["firing"],
