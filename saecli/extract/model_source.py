@@ -161,7 +161,7 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
         config = from_pretrained(AutoConfig, location, revision)
     except ModelError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # transformers raises anything for damaged or foreign files
         raise explained(at_revision(name, revision), error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
         raise ModelError(

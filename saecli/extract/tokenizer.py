@@ -164,7 +164,7 @@ class Chats:
             LookupError,
             TypeError,
             ValueError,
-            NotImplementedError,
+            NotImplementedError,  # of tokenizers written in Python, which need not have each method
         ) as error:
             raise ModelError(
                 f"{where} does not fit the chat template: {one_line(error)}; correct it, or, to store it, name "

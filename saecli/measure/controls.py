@@ -151,7 +151,7 @@ class _Work:
         """A note instead of an error if a training diverged or lacks memory."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # a lack of memory has no type of its own
             if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
                 raise
             self.notes.append(f"{control} left out: {one_line(error)}")

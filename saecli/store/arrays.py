@@ -100,7 +100,7 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
         raise FormatError(
             f"cannot read {name}: expected memory for it, got none; {to_fit}"
         ) from error
-    except Exception as error:
+    except Exception as error:  # of any type: none is documented
         reason = getattr(error, "strerror", None) or "it is damaged or of another format"
         raise FormatError(
             f"cannot read {name}: {reason}; check that the file is whole and of this format"

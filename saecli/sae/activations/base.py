@@ -236,7 +236,7 @@ class Activation(Config):
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """New values of parameters at the end of training; see `Penalty.calibrated`."""
+        """New values of parameters for use on other rows; see `Penalty.calibrated`."""
         return {}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
