@@ -303,11 +303,11 @@ def _rows(
     """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
     rows; `begun` if training begins from an SAE."""
     from ..store.opening import open_joined
-    from ..train.plan import parts_of
+    from ..train.plan import split_rows
 
     processes, values = communicator(), options[0].values
     if "model" in values:
-        idle = session.given & {"data", "each", "target", "fraction"}
+        idle = session.given & {"data", "each", "target", "fraction", "checkpoint_every"}
         if idle:
             raise ConfigError(
                 f"{flag_of(min(idle))} does nothing with --model {values['model']}, whose rows are not "
@@ -332,7 +332,7 @@ def _rows(
     stores = processes.main_first(lambda: open_joined(session.home, *names, session.console))
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
-    return stores, lambda training, activation: parts_of(training, stores, begun, activation)
+    return stores, lambda training, activation: split_rows(training, stores, begun, activation)
 
 
 def _rows_of_model(
@@ -340,7 +340,7 @@ def _rows_of_model(
 ) -> tuple[Streamed, RowsOf]:
     from ..extract.streaming import open_stream
     from ..train.live import LiveRows
-    from ..train.plan import Parts
+    from ..train.plan import SplitRows
     from ..train.rows import SAMPLED_ROWS
 
     training = TrainingConfig.among(options)
@@ -367,4 +367,4 @@ def _rows_of_model(
         )
     )
     fraction = TRAINED if begun else 1.0
-    return stream, lambda *_: Parts(rows, rows.test_rows, rows.kept_out, fraction)
+    return stream, lambda *_: SplitRows(rows, rows.test_rows, rows.kept_out, fraction)

@@ -161,8 +161,10 @@ def principal_directions(rows: Rows) -> Rows:
     """All principal directions of rows about zero, (N, D), orthonormal, (D, r), those of largest variance first;
     float64, r = min(N - 1, D). Cost: O(N D min(N, D))."""
     N, D = rows.shape
-    r = max(0, min(N - 1, D))
-    if N <= D and r:
+    r = min(N - 1, D)
+    if r < 1:
+        return np.empty((D, 0))
+    if N <= D:
         return np.linalg.svd(rows, full_matrices=False)[2][:r].T
     return np.linalg.eigh(rows.T @ rows)[1][:, ::-1][:, :r]
 

@@ -29,7 +29,7 @@ from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
 from ..store.reader import JoinedRows, Rows, RowSource
 from ..train.moments import Moments, sampled_bytes
-from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
+from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, method_for, solve
 from ..train.rows import BLOCK_ROWS, ArrayLike
 from .evaluate import check_model, evaluate_all, note_doubts
 from .measured import ChosenRows, Measured, RowsLike
@@ -113,7 +113,7 @@ def _system(sae: SAE, rows: RowSource) -> System:
     batch_bytes = 3 * sae.W_enc.itemsize * BLOCK_ROWS * sae.d_sae
     other_bytes = sampled_bytes(rows.rows, width, sae.d_sae) + batch_bytes
     free = free_memory(sae.W_enc.device)
-    memory_plan = plan(rows.rows, sae.d_sae, width, free - other_bytes, prefixes=sae.prefixes)
+    memory_plan = method_for(rows.rows, sae.d_sae, width, free - other_bytes, prefixes=sae.prefixes)
     needed = memory_plan.bytes + other_bytes
     if needed > free:
         raise MachineError(

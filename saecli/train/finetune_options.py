@@ -74,7 +74,7 @@ class Finetune(SolverConfig):
 
 
 _HELP = {
-    "lr": "Peak learning rate, falling to 0. auto: a quarter of `sae train`'s.",
+    "lr": "Peak learning rate, falling to 0. auto: a quarter of `sae train --solver sgd`'s.",
     "seed": "Seed of the order of the windows.",
     "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a .txt, .jsonl or .parquet file; or "
     f"{STDLIB_DOCS}.",

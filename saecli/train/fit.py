@@ -22,7 +22,7 @@ from ..store.reader import ActivationStore, JoinedRows, Rows
 from . import SOLVERS
 from .loop import Loop
 from .options import TrainingConfig
-from .plan import Parts, Plan, parts_of
+from .plan import Plan, SplitRows, split_rows
 from .rows import ArrayLike, ArrayRows
 from .start import Start
 from .training import Record, start_training
@@ -31,7 +31,7 @@ from .training import Record, start_training
 OF_FOLDERS, OF_SPLITS = ("checkpoint_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
-RowsOf = Callable[[TrainingConfig, Activation], Parts]
+RowsOf = Callable[[TrainingConfig, Activation], SplitRows]
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -153,12 +153,12 @@ def planned(
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out")
 
-    def rows_of(training: TrainingConfig, activation: Activation) -> Parts:
+    def rows_of(training: TrainingConfig, activation: Activation) -> SplitRows:
         if isinstance(rows, ActivationStore | Joined):
-            return replace(parts_of(training, rows, start is not None, activation), test=None)
+            return replace(split_rows(training, rows, start is not None, activation), test=None)
         if isinstance(rows, Rows | JoinedRows):
-            return Parts(rows)
-        return Parts(ArrayRows(rows, target))
+            return SplitRows(rows)
+        return SplitRows(ArrayRows(rows, target))
 
     return make_plan(rows_of, solver, act, options, start)
 

@@ -36,8 +36,8 @@ class Pass:
     chooses: bool  # alpha anew
 
 
-def settles(number: int) -> bool:
-    """Whether alpha, which settles, is chosen at pass 0, 1, 2, 4, ..."""
+def alpha_is_due(number: int) -> bool:
+    """Whether alpha, which settles, is chosen at this pass: 0, 1, 2, 4, ..."""
     return number & (number - 1) == 0
 
 

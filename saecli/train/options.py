@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
-TRAIN_ON = 0.25  # learning rate with --init, over one from random directions
+TRAIN_ON = 0.25  # learning rate with --init, over sgd's of DEFAULT_STEPS from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
 Normalisation = Literal["auto", "model", "scale", "standardize", "none"]
@@ -92,7 +92,7 @@ class TrainingConfig(Config):
         Positive | Literal["auto"],
         Shown(
             "Peak learning rate. auto: from the dimensions of the rows and the firing rate, with pam-sgd higher for "
-            f"fewer than {DEFAULT_STEPS:,} steps; {TRAIN_ON:g} of that with --init."
+            f"fewer than {DEFAULT_STEPS:,} steps; with --init {TRAIN_ON:g} of sgd's."
         ),
     ] = "auto"
     lr_warm_up: Annotated[

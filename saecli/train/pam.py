@@ -24,9 +24,9 @@ from torch import Tensor
 from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
-from .moments import Moments, Pass, broadcast_state, penalty_decay, settles
+from .moments import Moments, Pass, alpha_is_due, broadcast_state, penalty_decay
 from .options import ClosedForm, Pam
-from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
+from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, method_for, solve
 from .solver import Draws, Solver, Task
 
 FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual")  # of the last solution
@@ -92,7 +92,7 @@ class PamSolver(Solver):
         task, chooses = self.task, self.config.alpha == "auto"
         steps = [*range(task.batches, task.steps, task.batches), task.steps]
         return {
-            step: Pass(number, step, task.rows, "mid", chooses and settles(number))
+            step: Pass(number, step, task.rows, "mid", chooses and alpha_is_due(number))
             for number, step in enumerate(steps)
         }
 
@@ -149,7 +149,7 @@ class PamSolver(Solver):
         if dictionary.W_skip is not None:  # the rows' dimensions are targets too
             W_dec = torch.cat([W_dec, W_dec.new_zeros(len(W_dec), dictionary.d_in)], 1)
         d_sae, d_out = W_dec.shape
-        system = plan(
+        system = method_for(
             due.rows, d_sae, d_out, self.task.memory, self.config.solve, dictionary.prefixes
         ).system(W_dec, codes_again)
         return Moments(system, dictionary, self.task.training.sparsity or "none", due.rows)
@@ -157,7 +157,9 @@ class PamSolver(Solver):
     def solve_for_decoder(self, due: Pass, moments: Moments) -> DecoderState:
         """The decoder's optimum, the same in all processes."""
         dictionary, needless = self.dictionary, self.needless(moments)
-        terms = self.terms(due, moments, self.alpha)  # in all processes: it may turn latents off
+        # A fixed alpha that one decoder step had to raise is asked for again at the next.
+        alpha = self.alpha if self.config.alpha == "auto" else float(self.config.alpha)
+        terms = self.terms(due, moments, alpha)  # in all processes: it may turn latents off
         tensors = {
             "Delta": dictionary.Delta,
             "b": dictionary.b_dec,

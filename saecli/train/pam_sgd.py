@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..sae.dictionary import Dictionary
-from .moments import Kind, Moments, Pass, settles
+from .moments import Kind, Moments, Pass, alpha_is_due
 from .options import RELEASE, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
 from .pam import DecoderStep, PamSolver
 from .ridge import DecoderState, Terms
@@ -136,7 +136,7 @@ def passes_after(
         elif not released and step >= release_from * total:
             kind, released = "release", True
         per_latent = LAST_ROWS if kind == "last" else PASS_ROWS
-        choosing = settles(number) or kind in ("release", "last")
+        choosing = alpha_is_due(number) or kind in ("release", "last")
         passes[step] = Pass(number, step, min(rows, per_latent * d_sae), kind, chooses and choosing)
     return passes
 

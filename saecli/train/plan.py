@@ -38,7 +38,7 @@ STORE = "make a store of them by `sae extract`, and train on that"  # advice on 
 
 
 @dataclass(frozen=True)
-class Parts:
+class SplitRows:
     """Rows to train on, to measure on, and kept out of training, to compare with an SAE that it begins from or to set
     thresholds on; `fraction` of the training rows are trained on."""
 
@@ -48,17 +48,17 @@ class Parts:
     fraction: float = 1.0
 
 
-def parts_of(
+def split_rows(
     training: TrainingConfig, store: ActivationStore | Joined, begun: bool, activation: Activation
-) -> Parts:
+) -> SplitRows:
     """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
     seed, fraction = training.split_seed, training.fraction
     test = store.split("test", seed=seed)
     if not begun and not activation.is_calibrated(training.sparsity):
-        return Parts(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
+        return SplitRows(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
     fraction = min(fraction, TRAINED)
     train, kept_out = split_kept_out(store, seed, fraction)
-    return Parts(train, test, kept_out, fraction)
+    return SplitRows(train, test, kept_out, fraction)
 
 
 def split_kept_out(
@@ -271,7 +271,9 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
     least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
     free = int(least_free.item()) - weights - batch - sampled_bytes(rows.rows, width, d_sae)
     if isinstance(solver, ClosedForm):
-        needed = ridge.plan(rows.rows, d_sae, width, free, solver.solve, training.nested).bytes
+        needed = ridge.method_for(
+            rows.rows, d_sae, width, free, solver.solve, training.nested
+        ).bytes
         if needed > free:
             raise ConfigError(
                 f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory for a "

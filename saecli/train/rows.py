@@ -24,7 +24,8 @@ from ..store.values import Spread
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
 BLOCK_ROWS = 4096  # where the order does not matter; sums take each through a d_sae x d_sae matrix
-SAMPLED_ROWS = 2048  # sample for learning rate, initial scale and smoothing
+# A sample for the initial scale, smoothing and revival, and for thresholds if no rows are kept out.
+SAMPLED_ROWS = 2048
 
 
 @dataclass(frozen=True)

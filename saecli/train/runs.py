@@ -43,7 +43,7 @@ from ..store.opening import Joined, open_joined
 from . import SOLVERS
 from .loop import Loop
 from .options import TrainingConfig
-from .plan import Plan, parts_of
+from .plan import Plan, split_rows
 from .start import Start
 from .training import Progress, Record, Training
 
@@ -318,7 +318,7 @@ def reopen_run(
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
         activation = activation_from_json(document["activation"])
-        parts = parts_of(training, stores, "init" in document, activation)
+        parts = split_rows(training, stores, "init" in document, activation)
         plan = Plan.resolve(
             parts.train,
             parts.test,

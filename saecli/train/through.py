@@ -2,10 +2,10 @@
 
     loss = KL(clean || spliced) + w FVU        or, with `--objective ce`, the spliced model's cross-entropy + w FVU
 
-per row. The clean pass gives the activations that the SAE encodes; the spliced one has its
-predictions in their place, and a gradient from the hook point up: blocks below keep no activations for it. The SAE acts
-on rows normalised as in training, so that one learning rate fits all models. L0 is held where it starts: by one factor
-on all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases; with topk it is fixed.
+per row. The clean pass gives the activations that the SAE encodes; the spliced one has its predictions in their place,
+and a gradient from the hook point up: blocks below keep no activations for it. The SAE acts on rows centred and divided
+by one number per hook point, so that one learning rate fits all models. L0 is held where it starts: by one factor on
+all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases; with topk it is fixed.
 
 Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Finetune Is All You Need" (2025).
 

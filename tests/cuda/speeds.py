@@ -23,7 +23,7 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.codes import Codes, at
 from saecli.sae.dictionary import Batch
 from saecli.train import SOLVERS
-from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
+from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, method_for, solve
 
 PRECISIONS = ("float32", "bf16")
 K, LAYER = 32, 12
@@ -135,7 +135,7 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
     )
     x, pre = (torch.randn(B, width, device=device) for width in (D, d_sae))
     codes, found = at(pre.relu(), pre.topk(K, sorted=False).indices), {}
-    if plan(B, d_sae, D).bytes < free_memory(device):
+    if method_for(B, d_sae, D).bytes < free_memory(device):
         sums = Sums(d_sae, D, device)
         found[f"sums of topk {K}, rows/s"] = B / day.seconds(lambda: sums.add(codes, x), 3)
         if d_sae <= WIDEST_DENSE:

@@ -25,7 +25,7 @@ from saecli.train.ridge import (
     StreamedCodes,
     Sums,
     choose_alpha,
-    plan,
+    method_for,
     solve,
 )
 
@@ -281,15 +281,15 @@ def test_an_iteration_reconstructs_as_the_direct_solution(density, budget, rows)
     ],
 )
 def test_the_method_is_a_factorisation_where_it_fits(rows, memory, wanted, kind, system):
-    method = plan(rows, 32, 5, memory, wanted)
+    method = method_for(rows, 32, 5, memory, wanted)
     assert method.kind == kind and method.bytes > 0
     assert type(method.system(torch.zeros(32, 5), lambda: iter([]))) is system
 
 
 def test_a_plan_counts_the_matrix_and_its_factor_and_iterates_in_less():
-    wide = plan(10**6, 32_768, 2304)
+    wide = method_for(10**6, 32_768, 2304)
     assert 16 * 32_768**2 <= wide.bytes < 1.3 * 16 * 32_768**2
-    narrow = plan(10**6, 32_768, 256, wide.bytes / 4)
+    narrow = method_for(10**6, 32_768, 256, wide.bytes / 4)
     assert narrow.kind == "iterative"
     assert narrow.bytes < wide.bytes / 4 and 0 < narrow.budget < wide.bytes / 4
-    assert plan(5, F, E, prefixes=PREFIXES).kind == "direct"
+    assert method_for(5, F, E, prefixes=PREFIXES).kind == "direct"

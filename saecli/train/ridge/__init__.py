@@ -21,7 +21,7 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
 and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
 prediction; see `solve.py`.
 
-    system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
+    system = method_for(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:  # or of few rows: system = HeldRows(z, y)
         system.add(codes, y)
     factorisation = choose_alpha(system, terms, z, y, last_alpha)       # or None, for the alpha of `terms`
@@ -35,7 +35,7 @@ prediction; see `solve.py`.
 """
 
 from .iterative import TOLERANCE, StreamedCodes
-from .solve import DecoderState, choose_alpha, plan, solve
+from .solve import DecoderState, choose_alpha, method_for, solve
 from .sums import HeldRows, Sums
 from .system import Factorisation, SkipSums, System, Terms
 
@@ -50,6 +50,6 @@ __all__ = [
     "System",
     "Terms",
     "choose_alpha",
-    "plan",
+    "method_for",
     "solve",
 ]

@@ -57,16 +57,16 @@ class Method:
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, reread: Callable[[], Iterator[Codes]]) -> System:
-        """The system to add rows to; "dual" without rows."""
+        """The system to add rows to; "dual" has none yet, and is replaced by one of all rows at the end of the pass."""
+        d_sae, d_out = start.shape
         if self.kind == "direct":
-            d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
         if self.kind == "dual":
-            return HeldRows(start.T[:0], start[:0])
+            return HeldRows(start.new_empty(0, d_sae), start.new_empty(0, d_out))
         return StreamedCodes(start, reread, self.budget, self.prefixes)
 
 
-def plan(
+def method_for(
     rows: int,
     d_sae: int,
     d_out: int,

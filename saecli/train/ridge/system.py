@@ -137,7 +137,7 @@ class System(ABC):
         shrink = terms.shrink(self.rows)
         scale = self.scale(shrink)
         # With more W equals T to nine digits, and c would be lost in a difference.
-        alpha = min(terms.alpha, 1e9 * scale) or terms.alpha
+        alpha = min(terms.alpha, 1e9 * scale) if scale else terms.alpha
         factorisation = self._factorise(alpha + terms.mu, shrink, terms.decay)
         raised_by = factorisation.ridge - (alpha + terms.mu)  # a large mu would swallow alpha
         factorisation.alpha = alpha + raised_by
