@@ -11,6 +11,8 @@ import torch
 from homes import activation_of
 from torch import Tensor
 
+from saecli.base.console import Silent
+from saecli.base.home import Home
 from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.dictionary import SAE, Batch
 from saecli.train.fit import planned
@@ -18,7 +20,7 @@ from saecli.train.loop import Loop
 from saecli.train.moments import Pass
 from saecli.train.options import SolverConfig, TrainingConfig
 from saecli.train.solver import Solver, StepReport, Task
-from saecli.train.start import initial_sae
+from saecli.train.start import Start, initial_sae
 from saecli.train.training import Record, start_training
 
 D, F = 6, 16
@@ -185,10 +187,18 @@ def numbers(document: Any) -> list[float]:
 
 
 def trained_on(
-    device: str, solver: str, act: str, options: dict, start: Any = None, rows: np.ndarray = ROWS
+    device: str,
+    solver: str,
+    act: str,
+    options: dict,
+    start: Any = None,
+    rows: np.ndarray = ROWS,
+    init: SAE | None = None,
 ) -> tuple[SAE, Any]:
-    """The SAE, and the state after the first epoch."""
+    """The SAE, begun from `init` if given, and the state after the first epoch, from which `start` resumes."""
     record = Kept(start)
     options = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    sae = Loop(start_training(planned(rows, solver, act, options), record)).train()
+    begun = None if init is None else Start.open(Home.at(None), init, Silent())
+    plan = planned(rows, solver, act, options, start=begun)
+    sae = Loop(start_training(plan, record)).train()
     return sae, record.kept

@@ -212,11 +212,7 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
         raise ConfigError(
             f"cannot read --config {path}: {one_line(error)}; expected TOML, lines such as d_sae = 512"
         ) from error
-    params = {
-        param.name: param
-        for param in ctx.command.params
-        if param.param_type_name == "option" and not param.is_eager
-    }
+    params = {param.name: param for param in ctx.command.params if not param.is_eager}
     options: dict[str, Any] = {}
     for name, value in document.items():
         if name not in params and name not in file_only:

@@ -134,6 +134,7 @@ class Opened:
             steps=max(1, round(config.tokens / tokens_per_step)),
             smoothing=0.0,
             precision="float32",
+            fraction=TRAINED,
             split_seed=self.split_seed,
             shuffle_seed=settings.training.seed,
         )
@@ -241,11 +242,10 @@ class FinetuneRun(Run):
         names = {option.name for option in FINETUNED}
         of_stores = self.stores.options()
         resolved = self.plan.training.to_json() | self.plan.solver.to_json() | of_stores
-        chosen = {
-            name: value
-            for name, value in of_stores.items()
-            if name in names or name in ("data", "target")
-        }
+        assert self.plan.start is not None, "it begins with an SAE"
+        chosen = {"run": self.plan.start.name}
+        # The text is the input's; a target has none of its own.
+        chosen |= {name: of_stores[name] for name in {*names, "data"} & of_stores.keys()}
         return chosen, {name: resolved[name] for name in names & resolved.keys()}
 
 
@@ -309,6 +309,8 @@ def finetune(
     `kept`. Cost: two forward passes and one backward pass over the tokens.
     """
     demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
+    if "log_to" in options:
+        raise ConfigError("--log-to does nothing in finetune, which writes no files; leave it out")
     listener = listening(progress)
     settings = Settings.of({"model": model, **options})
     names = [data] if isinstance(data, str) else data

@@ -161,7 +161,9 @@ def unfinished_run(
     if name is None:
         for candidate in runs.unfinished():
             with suppress(RunError):  # a damaged run must not block others
-                if read(candidate)[1] == command:
+                document, began_by = read(candidate)
+                is_gone = command == "train" and document.get("streamed")  # its rows came once
+                if began_by == command and not is_gone:
                     name = candidate
                     break
         if name is None:

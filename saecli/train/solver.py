@@ -299,9 +299,10 @@ class SgdSolver(Solver):
 
     def step(self, batch: Batch) -> StepReport:
         report = super().step(batch)
-        if self.steps % self._between == 0:
+        enough = min(self.task.rows, REVIVAL_ROWS * self.dictionary.d_sae)
+        if self.steps % self._between == 0 and self._seen >= enough:
             fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
-            self.revive(fired, self._seen)
+            self.revive(fired, min(self._seen, self.task.rows))
             self._forget_firing()
         if self.steps % self.task.batches == 0:
             self.hold_encoder()

@@ -78,7 +78,8 @@ class Comparison:
         factor = 1.0
         if state:
             factor = float(state.get("begun.factor", 1.0))
-            kept = {name: state[f"begun.{name}"] for name in initial.tensors()}
+            tensors = initial.tensors().items()
+            kept = {name: state[f"begun.{name}"].to(own) for name, own in tensors}
             initial = initial.changed(None, **kept)
         elif start.sae is not None:
             norm = start.sae.W_enc.to(initial.W_enc).norm()
@@ -417,8 +418,10 @@ def averages(
     losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
-        first = reports[int(bad[0])]
-        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
+        first = int(bad[0])
+        raise TrainingError(
+            f"the loss became {losses[first].item()} at step {reports[first].step}; {ADVICE}"
+        )
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     weights = rows / rows.sum()
     return {

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from solver_problems import (
 
 from saecli.sae.activations import MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import Batch
+from saecli.train import pam, ridge
 from saecli.train.moments import Moments
 from saecli.train.options import RELEASED_BELOW, Pam, PamSgd
 from saecli.train.pam_sgd import LAST_ROWS, PASS_ROWS, passes_after, silence, steps_between
-from saecli.train.ridge import Sums
+from saecli.train.ridge import DecoderState, Sums, System, Terms
 from saecli.train.start import initial_sae
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
@@ -151,6 +153,21 @@ def test_a_released_decoder_descends_by_its_own_gradient(data):
     assert dictionary.untied and dictionary.c == 0
 
 
+def test_a_fixed_alpha_that_was_raised_once_is_asked_for_again(data, monkeypatch):
+    asked: list[float] = []
+
+    def raising(system: System, terms: Terms, *more: Any) -> DecoderState:
+        asked.append(terms.alpha)
+        return replace(ridge.solve(system, terms, *more), alpha=15.0)
+
+    monkeypatch.setattr(pam, "solve", raising)
+    solver = started(Pam(alpha=0.5), data, Relu(), 3)
+    solve_decoder(solver, data)
+    assert solver.alpha == 15
+    solve_decoder(solver, data)
+    assert asked == [0.5, 0.5]
+
+
 def test_the_record_outlasts_a_checkpoint(data):
     solver, resumed = (started(PamSgd(), data, Relu(), 4) for _ in range(2))
     trained(solver, data, 4)
@@ -175,7 +192,7 @@ def test_an_iteration_without_the_gram_matrix_trains_to_the_same_error(config, a
         (0.0, "auto", True),
         (0.0, "direct", False),
     ):
-        task = task_of(rows, 30, batches=data.batches, memory=memory)
+        task = task_of(rows, 30, sample=data.x, batches=data.batches, memory=memory)
         solver = replace(config, solve=solve).build(initial, task)
         sae = trained(solver, data, math.ceil(30 / task.batches))
         errors.append((sae(data.x) - data.x).square().mean().item())

@@ -189,11 +189,12 @@ def test_a_streamed_text_trains_what_its_store_does(sae, home, options, model):
     assert [stored["before"], stored["after"]] == [streamed["before"], streamed["after"]]
     assert_same_weights(home, "stored", "streamed")
     config = home / "runs" / "streamed" / "config.toml"
-    assert sae("finetune", "old", "--config", config, "--name", "again").status == 0
+    assert sae("finetune", "--config", config, "--name", "again").status == 0
     assert_same_weights(home, "again", "streamed")
     python = saecli.finetune("old", home=home, tokens=20_000)
     torch.testing.assert_close(python.W_dec, weights(home, "stored")["W_dec"], rtol=0, atol=0)
     assert python.metadata["kept"] == stored["kept"] and python.metadata["layer"] == LAYER
+    assert python.metadata["fraction"] == 0.9
 
 
 @pytest.mark.slow
@@ -251,6 +252,9 @@ def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
         rows = JoinedRows((first,), second) if of_transcoder else JoinedRows((second, third))
         measured = saecli.evaluate(document["run"], rows, model=model, home=home)
         assert measured["kl"] == pytest.approx(document[document["kept"]]["kl"], rel=1e-4)
+        config = home / "runs" / document["run"] / "config.toml"
+        assert sae("finetune", "--config", config, "--name", f"{run}-again").status == 0
+        assert_same_weights(home, f"{run}-again", document["run"])
 
 
 @pytest.mark.slow
@@ -301,6 +305,12 @@ def test_what_cannot_work_is_refused_in_a_sentence(sae, home, model, words, stat
     make_run(home, "narrow", random_sae(), data="resid_post")
     given = [] if "--model" in words else ["--model", model]
     sae(f"finetune {words}", *given).fails(status, sentence)
+
+
+def test_python_writes_no_files_to_track(sae, home):
+    begun(home, TopK(k=4))
+    with pytest.raises(saecli.ConfigError, match="--log-to does nothing in finetune"):
+        saecli.finetune("old", home=home, log_to="wandb")
 
 
 def test_the_sae_that_a_resumed_run_began_with_is_not_named_again(sae, home):

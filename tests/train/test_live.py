@@ -268,6 +268,7 @@ def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(
     change_json(config.with_name("run.json"), complete=False)
     refused = sae("train", "--resume", "--name", "first").err
     assert "cannot go on with first: its rows came from a model" in refused
+    sae("train --resume").fails(1, "there is no unfinished run")
 
 
 def test_decoder_steps_over_all_rows_need_them_in_memory():

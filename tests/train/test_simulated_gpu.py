@@ -249,6 +249,14 @@ def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> No
 
 
 @pytest.mark.slow
+def test_a_device_resumes_what_began_from_an_sae() -> None:
+    began = saecli.fit(ROWS, act="relu", d_sae=32, epochs=1, device="cpu")
+    whole, kept = trained("gpu", "sgd", "relu", {}, init=began)
+    resumed, _ = trained("gpu", "sgd", "relu", {}, kept, init=began)
+    assert same(resumed.copy_to("cpu"), whole.copy_to("cpu"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 @pytest.mark.parametrize("act, options", ACTS[:-1], ids=str)
 def test_a_step_does_not_wait_for_the_device(

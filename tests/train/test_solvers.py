@@ -331,6 +331,14 @@ def test_where_latents_are_not_revived(kind, rows, options, steps):
     assert solver.revived == 0
 
 
+def test_sgd_waits_for_two_rows_per_latent_whatever_the_batch():
+    data = replace(sparse_mixture(), batch_size=8)
+    solver = started(Sgd(), data, Relu(), steps=40)  # 16 rows come between two looks
+    kill(solver)
+    one_epoch(solver, data)
+    assert firing(solver, data).all() and solver.revived == len(DEAD)
+
+
 def test_revival_leaves_latents_that_fire_as_they_are():
     data = sparse_mixture()
     alive = [latent for latent in range(F) if latent not in DEAD]

@@ -326,6 +326,7 @@ WRONG = [
     ("--data rows --rows 500", "--rows does nothing without --model"),
     ("--model tiny-gemma2 --data rows", "--data does nothing with --model tiny-gemma2"),
     ("--model tiny-gemma2 --fraction 0.5", "--fraction does nothing with --model tiny-gemma2"),
+    ("--model tiny-gemma2 --checkpoint-every 9", "--checkpoint-every does nothing with --model"),
     (
         "--model tiny-gemma2 --seed 0 --seed 1",
         "--model gives its rows once, to one run: expected one",
