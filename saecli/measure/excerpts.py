@@ -37,6 +37,7 @@ class Excerpt:
 
     tokens: tuple[str, ...]
     codes: tuple[float, ...]  # 0 where it is silent
+    is_row: tuple[bool, ...]  # whether the store has a row of the token; without one it has no code
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,13 @@ class Corpus:
         return tokens[order[np.sort(first)]]
 
     def around(self, tokens: np.ndarray) -> np.ndarray:
-        """The excerpts around tokens, (E, 2)."""
+        """The excerpts around tokens, each once, (E, 2)."""
         windows = self.windows[tokens]
         first, end = self.starts[windows], self.starts[windows + 1]
         begins = np.maximum(first, np.minimum(tokens - BEFORE, end - LENGTH))
-        return np.stack([begins, np.minimum(begins + LENGTH, end)], axis=1)
+        spans = np.stack([begins, np.minimum(begins + LENGTH, end)], axis=1)
+        _, first_ones = np.unique(spans, axis=0, return_index=True)
+        return spans[np.sort(first_ones)]
 
     def spans(self, latent: int) -> Spans:
         strong = self.peaks(latent, True)
@@ -130,8 +133,9 @@ def gather(
 ) -> Corpus:
     """Read and encode both samples of the run's store, and choose latents: those given, by default all that fire, or
     `count` of them, drawn at random. Its store keeps tokens."""
-    cofiring = CoFiring(run.sae.d_sae, TRAIN_ROWS)
-    train = list(_sample(_some(run, "train", TRAIN_ROWS), cofiring, listener))
+    training = _some(run, "train", TRAIN_ROWS)
+    cofiring = CoFiring(run.sae.d_sae, training.rows.rows)
+    train = list(_sample(training, cofiring, listener))
     test = list(_sample(_some(run, "test", TEST_ROWS), None, listener))
     tokens, positions, lengths, codes = zip(*train, *test, strict=True)
     by_latent = vstack(codes, format="csc")
@@ -192,7 +196,7 @@ def _near(
     near = torch.stack([by_cosine, by_phi], dim=2).flatten(1)
     is_near = torch.stack([cosines, phi], dim=2).flatten(1) > 0
     rows = zip(chosen.tolist(), near, is_near, strict=True)
-    return {latent: others[known].tolist() for latent, others, known in rows}
+    return {latent: list(dict.fromkeys(others[known].tolist())) for latent, others, known in rows}
 
 
 def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpts:
@@ -204,6 +208,7 @@ def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpt
             Excerpt(
                 tuple(texts[token] for token in corpus.tokens[begin:end].tolist()),
                 tuple(codes[begin:end].tolist()),
+                tuple((corpus.positions[begin:end] >= 0).tolist()),
             )
             for begin, end in spans.tolist()
         )

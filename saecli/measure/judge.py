@@ -116,10 +116,12 @@ def marked(tokens: Sequence[str], marks: Sequence[float]) -> str:
 
 def label_of(answer: str) -> str | None:
     """The label in an answer, else its first line, cut after `LABEL_WORDS` words; None if it is empty."""
-    lines = re.findall(r"[^\n]*\w[^\n]*", _after_thoughts(answer))
-    named = [line for line in lines if "LABEL:" in line.upper()]
-    first = (named or lines or [""])[0]
-    words = re.sub("(?i).*label:", "", first).strip(" \t*\"'`").split()
+    text = _after_thoughts(answer)
+    # Before it may stand "Here is the label:".
+    named = re.search(r"(?s)LABEL:(.*)", text) or re.search(r"(?is)label:(?:\W*label:)?(.*)", text)
+    lines = re.findall(r"[^\n]*\w[^\n]*", named[1] if named else text)
+    first = lines[0] if lines else ""
+    words = first.strip(" \t*\"'`").split()
     cut = "..." if len(words) > LABEL_WORDS else ""
     return " ".join(words[:LABEL_WORDS]) + cut or None
 
@@ -150,18 +152,22 @@ def detection(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Quest
 def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Question]:
     """Questions on the firing excerpts; a random half is marked wrongly.
 
-    Those in which most tokens are active are left out: there are not as many others to mark.
+    Those in which most of the store's rows are active are left out: there are not as many others to mark.
     """
     draw = np.random.default_rng([seed, excerpts.latent, 1])
-    active = [(excerpt.tokens, np.array(excerpt.codes) != 0) for excerpt in excerpts.firing]
-    usable = [(tokens, marks) for tokens, marks in active if 2 * marks.sum() <= len(marks)]
+    usable = []
+    for excerpt in excerpts.firing:
+        marks = np.array(excerpt.codes) != 0
+        others = np.flatnonzero(~marks & np.array(excerpt.is_row))
+        if len(others) >= marks.sum():
+            usable.append((excerpt.tokens, marks, others))
     lines = []
     for place, index in enumerate(draw.permutation(len(usable))):
-        tokens, marks = usable[index]
+        tokens, marks, others = usable[index]
         kind = SCORES["fuzzing"][place % 2]
         if kind == "wrong":
-            others = draw.permutation(np.flatnonzero(~marks))[: marks.sum()]
-            marks = np.isin(np.arange(len(marks)), others)
+            wrong = draw.permutation(others)[: marks.sum()]
+            marks = np.isin(np.arange(len(marks)), wrong)
         lines.append((marked(tokens, marks.tolist()), kind))
     return _questions(FUZZING_PROMPT, label, [lines[at] for at in draw.permutation(len(lines))])
 

@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,25 @@ def test_excerpts_are_of_the_split_and_show_what_the_store_holds(planted: Plante
     assert {*corpus.near[5]} <= {*range(WIDTH)} - {5}
     for begin, end in near.tolist():
         assert corpus.codes[begin:end][:, corpus.near[5]].nnz
+
+
+def test_no_excerpt_is_there_twice_though_a_latent_peaks_twice_in_it(planted: Planted):
+    corpus, _ = corpus_of(planted)
+    short = replace(corpus, starts=np.arange(0, len(corpus.tokens) + 1, CONTEXT // 2))
+    repeated = replace(corpus, near={latent: [1, 2, 1] for latent in corpus.near})
+    for each in (corpus, short, repeated):
+        for latent in range(len(PLANTED)):
+            for spans in each.spans(latent).values():
+                assert len(spans) == len(np.unique(spans, axis=0))
+
+
+def test_the_latents_near_one_are_those_whose_firing_correlates_most(planted: Planted):
+    corpus, _ = corpus_of(planted)
+    fires = planted.codes[~planted.held_out, :, :SILENT].reshape(-1, SILENT) > 0
+    phi = np.corrcoef(fires.T) * (1 - np.eye(SILENT))
+    for latent in range(SILENT):
+        nearest = np.argsort(-phi[latent])[:5]
+        assert corpus.near[latent] == [each for each in nearest if phi[latent, each] > 0]
 
 
 def test_scores_are_those_counted_by_hand(planted: Planted):

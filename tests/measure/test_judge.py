@@ -51,7 +51,7 @@ def excerpt(rng: np.random.Generator, word: str | None, code: float = 0.0) -> Ex
     if word is not None:
         place = int(rng.integers(12))
         tokens[place], codes[place] = f" {word}", code
-    return Excerpt(tuple(tokens), tuple(codes))
+    return Excerpt(tuple(tokens), tuple(codes), (True,) * 12)
 
 
 def of_animals(firing: int = 10) -> list[LatentExcerpts]:
@@ -167,12 +167,18 @@ def test_each_excerpt_is_asked_about_once_with_its_kind(seed: int, firing: int):
 
 
 def test_an_excerpt_that_is_active_throughout_cannot_be_marked_wrongly():
-    dense = Excerpt((" a", " b", " c"), (1.0, 2.0, 0.0))
-    assert fuzzing("x", LatentExcerpts(0, (dense,), (dense,), (), ())) == []
+    for dense in (
+        Excerpt((" a", " b", " c"), (1.0, 2.0, 0.0), (True,) * 3),
+        Excerpt(("<s>", " b"), (0.0, 2.0), (False, True)),  # a token without a row cannot be active
+    ):
+        assert fuzzing("x", LatentExcerpts(0, (dense,), (dense,), (), ())) == []
 
 
 def test_the_prompt_for_a_label_has_marks_and_strengths():
-    excerpts = [Excerpt((" a", " b\n", ' "'), (0.0, 4.0, 8.0)), Excerpt(("é",), (0.1,))]
+    excerpts = [
+        Excerpt((" a", " b\n", ' "'), (0.0, 4.0, 8.0), (True,) * 3),
+        Excerpt(("é",), (0.1,), (True,)),
+    ]
     prompt = label_prompt(excerpts)
     assert '1. a<< b\\n>><< ">>\nActive: " b\\n" 5, " \\"" 10\n2. <<é>>\nActive: "é" 1\n' in prompt
 
@@ -186,6 +192,10 @@ def test_the_prompt_for_a_label_has_marks_and_strengths():
         (" ".join("abcdefghijklmnopq"), "a b c d e f g h i j k l m n o..."),
         ("LABEL:", None),
         ("...\n", None),
+        ("Here is the label:\n\nLABEL: names of animals", "names of animals"),
+        ("The label:\n**Label:** names of animals", "names of animals"),
+        ("LABEL:\nnames of animals", "names of animals"),
+        ('LABEL: the word after "label:" in forms', 'the word after "label:" in forms'),
     ],
 )
 def test_labels_are_read_from_answers(answer: str, label: str | None):
