@@ -7,7 +7,6 @@ was, and a second one sends nothing. Keys come from the environment, and are nei
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -16,6 +15,7 @@ from itertools import cycle
 from pathlib import Path
 from threading import Event, Lock
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from ..base.console import Listener
 from ..base.documents import parse_json
@@ -55,7 +55,7 @@ class Server(Config):
         if self.endpoint is None:
             if self.model_name is not None or self.dry_run:
                 raise ConfigError("--model-name and --dry-run need --endpoint; name a server")
-        elif not re.match("https?://[^/]", self.endpoint):
+        elif not _is_url(self.endpoint):
             raise ConfigError(
                 f"--endpoint must be a URL such as http://localhost:8000/v1, got {self.endpoint!r}"
             )
@@ -70,6 +70,14 @@ class Server(Config):
 
     def hash(self, chat: Chat) -> str:
         return hashlib.sha256(to_json(self.request(chat)).encode()).hexdigest()
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # the port is no number up to 65535, or a bracket is open
+        return False
 
 
 class Endpoint:

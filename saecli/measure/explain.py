@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, demand_at_least
+from ..base.errors import ConfigError, demand_at_least, flag_of
 from ..base.files import demand_place
 from ..base.home import Home
 from ..base.options import demand_known, options_of
@@ -53,7 +53,8 @@ def explain(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
         latents: those to label; by default all that fire on the rows read.
         count: label only this number of them, drawn at random.
-        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none.
+        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none:
+            options of how to make them are refused.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
         **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
             `max_tokens`, `dry_run`; see `endpoint.Server`.
@@ -68,6 +69,13 @@ def explain(
     demand_known("explain", options, options_of(Server), "explain")
     server = Server(**options)
     demand_at_least("count", count)
+    making = {"data": data, "target": target, "latent": latents, "latents": count} | options
+    idle = [name for name, value in making.items() if value is not None]
+    if labels is not None and idle:
+        raise ConfigError(
+            f"{flag_of(idle[0])} does nothing with --labels, which takes labels and makes none; leave one "
+            "of them out"
+        )
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)
     subject, d_sae = opened[0], opened[1].sae.d_sae

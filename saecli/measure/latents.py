@@ -42,11 +42,16 @@ WINDOWS = 128  # examined before the smallest examples are updated
 
 
 def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> NDArray[np.int64]:
-    """Latents of the SAE of this name in order, each once; ConfigError for a number that it lacks."""
-    chosen = np.unique(np.ravel(latents))
-    if not (len(chosen) and chosen[0] >= 0 and chosen[-1] < d_sae):
+    """Latents of the SAE of this name, as given; ConfigError for a number that it lacks, or one that is there twice."""
+    chosen = np.ravel(latents)
+    is_whole = chosen.size and chosen.dtype.kind in "iu"
+    if not is_whole or chosen.min() < 0 or chosen.max() >= d_sae:
         raise ConfigError(
             f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {latents}"
+        )
+    if len(np.unique(chosen)) < len(chosen):
+        raise ConfigError(
+            f"--latent must name each latent once, got {latents}; leave the second out"
         )
     return chosen
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..base.console import Listener, Silent
 from ..base.devices import batches_on, device_named
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, StoreError
 from ..base.home import Home
 from ..base.options import words_of
 from ..sae.codes import Codes
@@ -135,8 +135,9 @@ class Measured:
             )
 
     def alignment(self) -> Alignment | None:
-        """The alignment of the decoder with the features that the rows are made of; None if these are unknown."""
-        if not self.rows.inputs or self.store.meta.world is None:
+        """The alignment of the decoder with the features that the rows are made of; None if these are unknown, and for
+        a transcoder or crosscoder, whose decoder vectors are not in the space of the rows that have them."""
+        if len(self.rows.inputs) != 1 or self.rows.target or self.store.meta.world is None:
             return None
         return Alignment.of(self.sae.W_dec, torch.from_numpy(directions_of(self.store)))
 
@@ -296,10 +297,9 @@ class ChosenRows:
                 "store, or make one of its text by `sae extract "
                 f"{shlex.join(words_of(subject.streamed))}`"
             )
-        names = [name for name in (subject.data, *subject.beside) if name]
-        if not names:
+        if not subject.inputs:
             self.listener.warn(f"{subject.name} does not name its store: taking the newest")
-        return open_joined(self.home, names, subject.target, self.listener)
+        return open_joined(self.home, subject.inputs, subject.target, self.listener)
 
 
 @torch.no_grad()
@@ -312,15 +312,16 @@ def own_codes(
     window_bytes: int | None = None,
 ) -> Iterator[Codes]:
     """An SAE's codes, given `open_sae`'s, of batches drawn at random from the stores of its training; nothing where one
-    is missing, or unfit. At least `rows` rows in all, or fewer where encoding would take more than `products`
-    multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
+    is missing, unfinished without rows yet, or unfit; StoreError for a damaged shard. At least `rows` rows in all, or
+    fewer where encoding would take more than `products` multiplications; one batch at least. `window_bytes` as in
+    `Rows.batches`."""
     subject, _ = opened
-    names = [name for name in (subject.data, *subject.beside, subject.target) if name]
+    names = [name for name in (*subject.inputs, subject.target) if name]
     if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
         return
     try:
         measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
-    except ConfigError:  # a store made anew under the name may have other rows, or no targets
+    except (ConfigError, StoreError):  # a store made anew under the name may lack rows or targets
         return
     sae, stored = measured.sae, measured.rows
     assert isinstance(stored, Rows | JoinedRows)

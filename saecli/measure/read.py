@@ -30,6 +30,7 @@ from ..extract.windows import Window, Windows
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Firing
 from .labels import shown_labels
+from .latents import chosen_latents
 from .measured import BATCH_CODES, at_tokens, own_codes
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
@@ -193,11 +194,9 @@ def read(
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)
     sae_at = hooked(opened, *place_given(layer, site, module), "reading a prompt by")
-    chosen = None if isinstance(latents, str | None) else np.ravel(latents).tolist()
-    for latent in chosen or []:
-        if latent not in range(sae_at.sae.d_sae):
-            last = f"{sae_at.sae.d_sae - 1}, the last of {sae_at.name}"
-            raise ConfigError(f"--latent must be from 0 to {last}, got {latent}")
+    chosen = None
+    if not isinstance(latents, str | None):
+        chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name).tolist()
     labels = shown_labels(opened[0].folder)
     source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))

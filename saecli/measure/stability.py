@@ -21,6 +21,7 @@ from ..base.home import Home
 from ..sae.dictionary import SAE, Dictionary
 from ..sae.library import SAELike, Subject
 from ..sae.metrics import firing
+from ..store.reader import in_words
 from ..store.split import Which
 from .measured import ChosenRows, Measured, RowsLike
 
@@ -50,7 +51,7 @@ def stability(
     correction for chance: random vectors have a PW-MCC of 0.14 at d_in 768 and 16,384 latents, of 0.44 at 64 and 4,096.
 
     Args:
-        saes: two or more, as in `evaluate`, of one d_in and one store.
+        saes: two or more, as in `evaluate`, of one d_in, one d_out and one store, or the same stores.
         data: rows that decide which latents fire, as in `evaluate`.
         match_threshold: a `|cosine|`, in [0, 1).
         split, device, home, progress: as in `evaluate`. Assignments are on the CPU.
@@ -97,20 +98,20 @@ def demand_several(saes: int) -> None:
 
 
 def check_comparable(saes: Sequence[tuple[Subject, SAE]]) -> None:
-    """Refuses SAEs that differ in d_in or in their store, or have weights that are not finite."""
+    """Refuses SAEs that differ in widths or in their stores, or have weights that are not finite."""
     first, first_sae = saes[0]
     for subject, sae in saes:
-        if sae.d_in != first_sae.d_in:
+        if (sae.d_in, sae.d_out) != (first_sae.d_in, first_sae.d_out):
             raise ConfigError(
-                f"--stability compares runs of one d_in: expected {subject.name} to have {first_sae.d_in} as "
-                f"{first.name}, got {sae.d_in}; name runs trained on the same rows"
+                f"--stability compares runs of one d_in and one d_out: expected {first_sae.d_in} and {first_sae.d_out} "
+                f"as {first.name} has, got {sae.d_in} and {sae.d_out} of {subject.name}; name runs of the same rows"
             )
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
             raise ConfigError(
                 f"--stability cannot match the latents of {subject.name}: expected finite weights, got a NaN or "
                 "infinity; leave it out, or train it again"
             )
-    stores = sorted({subject.data for subject, _ in saes if subject.data is not None})
+    stores = sorted({in_words(each.inputs, each.target) for each, _ in saes if each.inputs})
     if len(stores) > 1:
         raise ConfigError(
             f"--stability compares runs of the same data, got runs trained on {' and '.join(stores)}; "

@@ -38,6 +38,7 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from .labels import shown_labels
+from .latents import chosen_latents
 from .measured import own_codes
 
 METHODS = ("add", "clamp", "ablate")
@@ -57,12 +58,7 @@ def _change(
 ) -> _Change:
     if method not in METHODS:
         raise unknown_choice("method", method, METHODS)
-    numbers, last = np.ravel(latents), hooked.sae.d_sae - 1
-    whole = numbers.size and numbers.dtype.kind in "iu"
-    if not whole or numbers.min() < 0 or numbers.max() > last:
-        raise ConfigError(
-            f"--latent must be from 0 to {last}, the last of {hooked.name}, got {latents}"
-        )
+    numbers = chosen_latents(latents, hooked.sae.d_sae, hooked.name)
     if method == "ablate":
         if scale is not None:
             raise ConfigError("--scale does nothing with --method ablate; leave it out, or clamp")

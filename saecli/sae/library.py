@@ -54,6 +54,11 @@ class Subject:
         assert self.folder is not None  # only an SAE in memory has none
         return self.folder
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the stores that it reads; none where unknown."""
+        return () if self.data is None else (self.data, *self.beside)
+
 
 def note_if_remade(subject: Subject, stores: Joined, listener: Listener) -> None:
     """Say so if stores have the names of those that an SAE was trained on, and are others."""

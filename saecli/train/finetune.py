@@ -155,8 +155,7 @@ def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Li
             f"--dataset is needed: {subject.name} was trained on rows that were not stored; "
             f"give its text, {shlex.join(words_of(text))}, or name a store with --data"
         )
-    names = [name for name in (subject.data, *subject.beside) if name]
-    stores = open_joined(home, names, subject.target, listener)
+    stores = open_joined(home, subject.inputs, subject.target, listener)
     note_if_remade(subject, stores, listener)
     return stores
 

@@ -120,6 +120,11 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     assert "known features" in shown and "uniqueness" in shown
     rows = np.ones((5, WIDTH)) * np.arange(5)[:, None]
     assert "mcc" not in saecli.evaluate("run", rows, home=sae.home)
+    sae("import", "synthetic", *SMALL, "--name", "other")
+    stores = [opened(sae), opened(sae, "other")]
+    transcoder, crosscoder = saecli.join(stores[0], target=stores[1]), saecli.join(*stores)
+    assert "mcc" not in saecli.evaluate(random_sae(d_in=WIDTH), transcoder)
+    assert "mcc" not in saecli.evaluate(random_sae(d_in=2 * WIDTH), crosscoder)
 
 
 def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):

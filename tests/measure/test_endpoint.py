@@ -119,7 +119,16 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"endpoint": "localhost:8000"}, "--endpoint must be a URL such as"),
+        *(
+            ({"endpoint": endpoint}, "--endpoint must be a URL such as")
+            for endpoint in (
+                "localhost:8000",
+                "http:///v1",
+                "http://a:80000",
+                "http://a:8o",
+                "http://[::1/v1",
+            )
+        ),
         ({"model_name": None}, "--endpoint needs --model-name"),
         ({"endpoint": None}, "--model-name and --dry-run need --endpoint"),
         ({"endpoint": None, "model_name": None, "dry_run": True}, "--dry-run need --endpoint"),

@@ -44,6 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rows": some_rows(400),
         "others": some_rows(400, seed=1),
         "narrow": some_rows(50, 5),
+        "broad": some_rows(400, 16),
     }.items():
         make_store(home, store, rows)
     of_tokens = READS | {"context": 12}
@@ -65,6 +66,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         make_run(home, name, random_sae(seed=seed), data=data)
     make_run(home, "thin", random_sae(d_in=5), data="narrow")
+    for name, width, target in (("thick", 16, "broad"), ("moved", 8, "others")):
+        to_target = random_sae().changed(W_dec=torch.ones(20, width), b_dec=torch.zeros(width))
+        make_run(home, name, to_target, target=target)
     make_run(home, "half", random_sae(), complete=False)
     for name, sae, more in (
         ("first", steerable(d_in=128), {}),
@@ -92,7 +96,9 @@ AT = "--layer 1 --site mlp_in"
 COMMANDS = [
     ("eval seed-0 --stability", 2, "--stability"),
     ("eval seed-0 other --stability", 2, "got runs trained on others and rows"),
-    ("eval seed-0 thin --stability", 2, "d_in"),
+    ("eval seed-0 thin --stability", 2, "expected 8 and 8 as seed-0 has, got 5 and 5 of thin"),
+    ("eval seed-0 thick --stability", 2, "expected 8 and 8 as seed-0 has, got 8 and 16 of thick"),
+    ("eval seed-0 moved --stability", 2, "got runs trained on rows and rows -> others"),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "names no layer"),
     ("eval last --model tiny-gemma2", 1, "a store that keeps its windows of tokens"),
@@ -121,6 +127,7 @@ COMMANDS = [
     ("probe first --plot x.docx", 2, "--plot"),
     ("steer first --prompt a --latent 20 --scale 1", 2, "--latent must be from 0 to 19"),
     ("steer first --prompt a --latent -1 --scale 1", 2, "--latent must be from 0 to 19"),
+    (f"steer first --latent 1 {ONE}", 2, "--latent must name each latent once, got [1, 1]"),
     ("steer first --prompt a --latent 1", 2, "--scale is needed with --method add"),
     (f"steer first {ONE} --scale 2", 2, "--scale"),
     ("steer first --prompt a --latent 1 --scale nan", 2, "--scale must be finite, got nan"),
@@ -159,6 +166,13 @@ COMMANDS = [
     ("explain first --latent 20", 2, "must be from 0 to 19, the last of first, got [20]"),
     ("explain first --latent -1", 2, "--latent must be from 0 to 19"),
     ("explain first --latents 0", 2, "--latents"),
+    ("explain first --labels {home}/a.txt --latents 3", 2, "--latents does nothing with --labels"),
+    ("explain first --labels {home}/a.txt --data rows", 2, "--data does nothing with --labels"),
+    (
+        "explain first --labels {home}/a.txt --endpoint http://a --model-name b",
+        2,
+        "--endpoint does nothing with --labels",
+    ),
     ("explain first --out {home}/none/labels.json", 2, "there is no folder"),
     ("explain old", 2, "rows keeps no tokens: expected a store"),
     ("explain old --data unnamed", 2, "does not say which model its tokens are of"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs
+from homes import CommandLine, change_json, crosscoder_of, make_run, steerable, trained_on_docs
 from plain_hooks import blocks, noted
 from rich.console import Console
 from tiny_models import CONFIGS, save_model
@@ -267,9 +267,11 @@ def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: Command
     labels.write_text('{"first": "label"}')
     sae(*words).fails(1, "labels.json: first")
     labels.unlink()
-    assert sae("rm", "docs", "--yes").status == 0
-    (latent, *_) = sae(*words, "--json").json["latents"]
-    assert (latent["frequency"], latent["label"]) == (None, None)
+    change_json(sae.home / "activations" / "docs" / "store.json", shards=[], complete=False)
+    for has_store in (True, False):  # one without rows yet, and none
+        (latent, *_) = sae(*words, "--json").json["latents"]
+        assert (latent["frequency"], latent["label"]) == (None, None)
+        assert not has_store or sae("rm", "docs", "--yes").status == 0
 
 
 def test_a_token_beyond_the_models_embedding_is_refused(tmp_path: Path):

@@ -181,7 +181,9 @@ def report(
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
     d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
-    chosen = None if latents is None else chosen_latents(latents, d_sae, run.subject.name).tolist()
+    chosen = None
+    if latents is not None:
+        chosen = sorted(chosen_latents(latents, d_sae, run.subject.name).tolist())
     notes: list[str] = []
     texts, unembedding = _texts_and_outputs(run, model, has_tokens, notes)
     result = survey(
