@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import storing
 import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from reports import (
@@ -17,6 +18,7 @@ from reports import (
     save_model,
 )
 
+from saecli.extract.options import TINY_GEMMA2
 from saecli.measure.latents import LEAST, bin_edges
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
@@ -145,6 +147,12 @@ def test_headline_is_of_all_rows_where_none_are_held_out(sae: CommandLine, tmp_p
     measures = done.json["measures"]
     assert (measures["split"], measures["rows"]) == ("all", len(texts.rows))
     assert "texts holds out no rows" in done.err
+    rows, columns = some_rows(7), {"document": np.zeros(7, int), "position": np.arange(7)}
+    rows[0] *= 1000
+    storing.make_store(sae.home / "activations" / "massive", rows, columns=columns)
+    make_run(sae.home, "massive", random_sae(), data="massive")
+    done = sae("report", "massive", "--out", tmp_path / "massive").succeeds()
+    assert "of 7 rows, 1 row of massive norm holds" in done.err
 
 
 def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(
@@ -214,6 +222,32 @@ def test_a_model_adds_the_tokens_that_each_latent_promotes(
         assert page["logits"] == np.histogram(logits[latent].detach().numpy(), 40)[0].tolist()
     index = index_of(tmp_path / "out")["latents"]
     assert index["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
+
+
+def test_the_model_chooses_the_hook_point_of_a_crosscoder_that_is_read_through_it(
+    sae: CommandLine, tmp_path: Path, model: str
+):
+    other = str(save_model(tmp_path / "other"))
+    for name, its_model in (("texts", model), ("others", other)):
+        make_text_store(sae.home, name, its_model)
+    wide = random_sae(d_in=2 * D)
+    cross = SAE(**wide.tensors(), activation=wide.activation, widths=(D, D))
+    make_run(sae.home, "cross", cross, data="texts", beside=["others"])
+    for name, its_model, W_dec in (
+        ("first", model, cross.W_dec[:, :D]),
+        ("second", other, cross.W_dec[:, D:]),
+    ):
+        make_run(sae.home, name, random_sae().changed(W_dec=W_dec), data="texts")
+        told = []
+        for run in ("cross", name):
+            out = tmp_path / f"{run}-{name}"
+            sae("report", run, "--model", its_model, "--out", out, *for_latents(3)).succeeds()
+            told.append([pages_of(out)[3][part] for part in ("promoted", "suppressed")])
+        assert told[0] == told[1]
+    words = ("--model", TINY_GEMMA2, "--out", tmp_path / "out")
+    sae("report", "cross", *words).fails(
+        2, f"--model must be a model that the rows of cross came from, {model} or "
+    )
 
 
 def test_a_number_chooses_the_latents_that_fire_most_often(

@@ -87,9 +87,10 @@ def _asset(name: str) -> str:
 
 def _texts_and_outputs(
     run: Measured, model: str | None, has_tokens: bool, notes: list[str]
-) -> "tuple[Tokens, Unembedding | None]":
-    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names, and the
-    model's unembedding if given; notes gets sentences on missing content."""
+) -> "tuple[Tokens, tuple[Unembedding, slice] | None]":
+    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; and the
+    model's unembedding if given, with the columns of W_dec at the last hook point in that model; notes gets sentences
+    on missing content."""
     store, stored_model = run.store, spec_of(run.store.meta.source)
     if not has_tokens:
         notes.append(
@@ -110,10 +111,20 @@ def _texts_and_outputs(
 
     if model is None:
         return TokenTexts(load_tokenizer(find_model(str(stored_model)))), None
-    place = find_model(model, recorded_revision(model, [stored_model]))
-    width = run.sae.W_dec[:1, run.sae.hook_columns[-1]].shape[1]
-    written = run.rows.target.store if run.rows.target else store
-    point = HookPoint(None, written.meta.source.get("site", "resid_post"))
+    predicted = [run.rows.target] if run.rows.target else run.rows.inputs
+    recorded = [spec_of(rows.store.meta.source) for rows in predicted]
+    place = find_model(model, recorded_revision(model, recorded))
+    specs = list(dict.fromkeys(recorded))
+    of_model = [n for n, spec in enumerate(recorded) if place.spec == spec or len(specs) == 1]
+    if not of_model:
+        raise ConfigError(
+            f"--model must be a model that the rows of {run.subject.name} came from, "
+            f"{' or '.join(map(str, specs))}, got {model}"
+        )
+    last = of_model[-1]
+    columns = run.sae.hook_columns[last]
+    width = columns.stop - columns.start
+    point = HookPoint(None, predicted[last].store.meta.source.get("site", "resid_post"))
     if not point.has_model_width:
         notes.append(
             f"{point.site} is not in the residual stream, so no tokens are listed that a latent promotes"
@@ -125,7 +136,7 @@ def _texts_and_outputs(
             f"{place.d_model}; name the model that the rows came from"
         )
     loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
-    return TokenTexts(loaded.tokenizer), Unembedding(loaded)
+    return TokenTexts(loaded.tokenizer), (Unembedding(loaded), columns)
 
 
 MOST_PAGES = 4096  # written by default
@@ -185,7 +196,7 @@ def report(
     if latents is not None:
         chosen = sorted(chosen_latents(latents, d_sae, run.subject.name).tolist())
     notes: list[str] = []
-    texts, unembedding = _texts_and_outputs(run, model, has_tokens, notes)
+    texts, outputs = _texts_and_outputs(run, model, has_tokens, notes)
     result = survey(
         run.sae,
         in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
@@ -197,7 +208,7 @@ def report(
         most_frequent = result.firing.frequency.argsort(descending=True, stable=True)
         chosen = sorted(most_frequent[: count or MOST_PAGES].tolist())
     places = places_document(run, listener)
-    details = Details(run, result, chosen, texts, unembedding, places, listener)
+    details = Details(run, result, chosen, texts, outputs, places, listener)
     measures = _measures(run, notes, listener)
     if len(chosen) < d_sae:
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
@@ -232,7 +243,8 @@ def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, 
             f"{run.store.name} holds out no rows, so FVU, L0 and cosine are of {run.split} rows"
         )
     if massive := doubts(measures, run.sae.d_in, run.sae.d_sae).get("massive"):
-        notes.append(f"of {counted(measures['rows'], 'held-out row')}, {massive}")
+        rows = counted(measures["rows"], "held-out row" if holds_out else "row")
+        notes.append(f"of {rows}, {massive}")
     return measures
 
 

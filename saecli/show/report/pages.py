@@ -94,11 +94,12 @@ class Details:
         survey: Survey,
         chosen: Sequence[int],  # (C,), ascending
         texts: "TokenTexts | TokenNumbers",
-        unembedding: "Unembedding | None",
+        outputs: "tuple[Unembedding, slice] | None",  # with the columns of W_dec that it reads
         places: Document,  # `places_document`
         listener: Listener,
     ) -> None:
         self.survey, self.chosen, self.texts, self.places = survey, chosen, texts, places
+        self.histograms = survey.magnitudes.histograms  # on the CPU
         W_dec = run.sae.W_dec
         latents = torch.tensor(chosen, device=W_dec.device)
         with listener.progress("comparing latents", len(chosen), "latents") as show:
@@ -106,10 +107,11 @@ class Details:
         with listener.progress("counting pairs", len(chosen), "latents") as show:
             self.partners = survey.cofiring.partners(latents, NEIGHBOURS, show)
         self.outputs: OutputTokens | None = None
-        if unembedding is not None:
+        if outputs is not None:
+            unembedding, columns = outputs
             with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-                last = W_dec[:, run.sae.hook_columns[-1]]  # of a crosscoder, at its last hook point
-                self.outputs = unembedding.output_tokens(last[latents], OUTPUT_TOKENS, show)
+                directions = W_dec[latents, columns]
+                self.outputs = unembedding.output_tokens(directions, OUTPUT_TOKENS, show)
         self.alignment = run.alignment()
 
     @cached_property
@@ -175,7 +177,7 @@ class Details:
     def _page(self, index: int, strings: dict[str, int]) -> dict[str, Any]:
         """The page of the index-th chosen latent."""
         latent = self.chosen[index]
-        histogram = self.survey.magnitudes.histograms[latent]
+        histogram = self.histograms[latent]
         present = np.flatnonzero(histogram)
         low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
         cosines, neighbours = (values[index] for values in self.neighbours)

@@ -10,7 +10,7 @@ function h(name, attributes, ...children) {
     else if (value === true) element.setAttribute(key, "");
     else if (value !== false && value != null) element.setAttribute(key, value);
   }
-  element.append(...children.flat().filter((child) => child != null));
+  for (const child of children.flat()) if (child != null) element.append(child);
   return element;
 }
 
@@ -54,3 +54,9 @@ const chip = (text) => h("bdi", { class: "chip" }, alone(text));
 const card = (title, ...content) => h("section", { class: "card" }, h("h2", {}, title), ...content);
 
 const muted = (text) => h("p", { class: "muted" }, text);
+
+// What the shades mean, on both sides of zero where codes are negative too.
+function ramp(least, most, negative) {
+  return h("p", { class: "ramp" }, negative ? [h("span", {}, number(-most)), h("span", { class: "shades below" })] : null,
+    h("span", {}, number(least)), h("span", { class: "shades" }), h("span", {}, number(most)));
+}

@@ -25,10 +25,18 @@ function tiles() {
     h("dd", {}, value), h("dd", { class: "muted" }, words))));
 }
 
+// Names and values; of a list the entries of each part, counted from 1.
+function flat(entries, before = "") {
+  return Object.entries(entries).flatMap(([key, value]) => {
+    const name = before + (Array.isArray(entries) ? Number(key) + 1 : key.replaceAll("_", " "));
+    return value !== null && typeof value === "object" ? flat(value, `${name} `) : [[name, value]];
+  });
+}
+
 function section(name, entries) {
-  return h("div", {}, h("h3", {}, name), h("table", { class: "entries" }, h("tbody", {}, Object.entries(entries).map(
-    ([key, value]) => h("tr", {}, h("th", { scope: "row" }, key.replaceAll("_", " ")), h("td", {}, h("bdi", {},
-      typeof value === "number" ? number(value) : value)))))));
+  return h("div", {}, h("h3", {}, name), h("table", { class: "entries" }, h("tbody", {}, flat(entries).map(
+    ([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, h("bdi", {},
+      typeof value === "string" ? value : number(value))))))));
 }
 
 // A box to open a latent by its number.

@@ -18,8 +18,9 @@ function codesOf(text) {
 }
 
 function shade() {
-  const codes = texts.map(codesOf), values = codes.flatMap((of) => [...of.values()]), sizes = values.map(Math.abs);
-  const largest = Math.max(1e-12, ...sizes), least = chosen == null ? Math.min(largest, ...sizes) : 0;
+  const codes = texts.map(codesOf), values = codes.flatMap((of) => [...of.values()]);
+  const sizes = values.map(Math.abs).sort((a, b) => a - b), largest = Math.max(1e-12, sizes.at(-1) ?? 0);
+  const least = chosen == null ? Math.min(largest, sizes[0] ?? largest) : 0;
   texts.forEach((text, which) => text.spans.forEach((span, at) => {
     const value = codes[which].get(at) ?? 0;
     span.classList.toggle("fires", value !== 0);
@@ -107,12 +108,6 @@ function latentTable() {
     (head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows)),
   more > 0 ? muted(`${number(more)} more are listed with their tokens`) : null,
   data.store_rows ? muted(`In the store: how often it fires on ${number(data.store_rows)} rows of it.`) : null);
-}
-
-// What the shades mean, as in the reports' texts.
-function ramp(least, largest, negative) {
-  return h("p", { class: "ramp" }, negative ? [h("span", {}, number(-largest)), h("span", { class: "shades below" })] : null,
-    h("span", {}, number(least)), h("span", { class: "shades" }), h("span", {}, number(largest)));
 }
 
 const caption = h("span", { role: "status" }), scale = h("span", { class: "spring" });

@@ -7,7 +7,7 @@ function latentTable(data) {
   const total = latents.frequency.length;
   const place = new Map(latents.chosen.map((latent, index) => [latent, index]));
   const of = (column) => (latent) => latents[column]?.[place.get(latent)];
-  const topFrequency = Math.log10(Math.max(...latents.frequency, 1e-9)), floor = -6;
+  const topFrequency = Math.log10(latents.frequency.reduce((most, one) => Math.max(most, one), 1e-9)), floor = -6;
 
   const frequencyCell = (latent) => {
     const share = latents.frequency[latent];

@@ -70,12 +70,6 @@ function byStrength(samples) {
   });
 }
 
-// What the shades mean, on both sides of zero where codes are negative too.
-function ramp(largest, negative) {
-  return h("p", { class: "ramp" }, negative ? [h("span", {}, number(-largest)), h("span", { class: "shades below" })] : null,
-    h("span", {}, "0"), h("span", { class: "shades" }), h("span", {}, number(largest)));
-}
-
 function textsOf(page, strings, largest) {
   const kinds = { strongest: () => [[null, page.examples]], "by strength": () => byStrength(page.samples),
     "at random": () => [[null, page.samples]] };
@@ -97,6 +91,6 @@ function textsOf(page, strings, largest) {
   draw();
   return h("section", { class: "card strongest" }, h("div", { class: "bar-of-tools" },
     h("h2", {}, tokens ? "Texts" : "Rows"), page.examples.length ? choice : null,
-    tokens ? h("label", {}, whole, h("span", {}, "unfold")) : null, tokens ? ramp(largest, negative) : null),
+    tokens ? h("label", {}, whole, h("span", {}, "unfold")) : null, tokens ? ramp(0, largest, negative) : null),
   page.examples.length ? body : muted("It fires on none of these rows."));
 }
