@@ -1,8 +1,7 @@
 """FVU, L0, KL in the model, features found, stability, probes, controls: functions that return documents.
 
 measured.py      an SAE with the rows that it is measured on
-evaluate.py      FVU, L0, firing frequencies, known features found; which runs no other beats; several SAEs spliced
-                 into a model, alone or at once
+evaluate.py      FVU, L0, firing frequencies, known features found; several SAEs spliced into a model, alone or at once
 stability.py     latents matched between seeds: PW-MCC; nearest decoder vectors
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts

@@ -170,8 +170,7 @@ def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[R
     others = [source for spec, source in by_spec.items() if spec not in wanted]
     of_recorded = {}
     for spec in wanted:
-        named = by_spec.get(str(spec))
-        of_recorded[spec] = named or others.pop(0)
+        of_recorded[spec] = by_spec.get(str(spec)) or others.pop(0)
     pairs = [(rows, of_recorded[spec]) for rows, spec in zip(stores_rows, recorded, strict=True)]
     for rows, source in pairs:
         check_rows(rows, source)
@@ -199,7 +198,10 @@ def evaluate_all(
             effects = splice.effects(wanted, listener, part.source)
             for index, effect in zip(splice.members, effects, strict=True):
                 documents[index]["sources"][number].update(effect)
-    if any(document.get("ce_recovered", 0) is None for document in documents):
+    entries = list(documents)
+    for entry in entries:  # which grows by what is within
+        entries += [*entry.get("hook_points", ()), *entry.get("sources", ())]
+    if any(entry.get("ce_recovered", 0) is None for entry in entries):
         listener.note(
             "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
             "clearly, so there is nothing to recover"
@@ -385,7 +387,9 @@ def together(
 
     acts = [hooked((each.subject, each.saved), None, None) for each in measured_saes]
     demand_together(acts)
-    source = _demand_same_tokens(measured_saes, model)
+    source, *_ = [check_model(each, model)[0][1] for each in measured_saes]
+    stores = {own.store.path: own.store for each in measured_saes for own in each.rows.inputs}
+    Joined(tuple(stores.values())).demand_alike()
     for at in acts:
         at.check(source.d_model, source.layers, source.name)
     passes = Passes(LanguageModel(source, measured_saes[0].sae.W_enc.device, head=True))
@@ -397,16 +401,6 @@ def together(
         measures, errors = effects_together(passes, windows, acts, means, show)
     runs = [{"run": at.name, **at.origin, **own} for at, own in zip(acts, errors, strict=True)]
     return {"model": source.spec, **measures, "runs": runs}
-
-
-def _demand_same_tokens(
-    measured_saes: Sequence[Measured], model: str | Sequence[str]
-) -> "ModelSource":
-    """The model that all rows came from; ConfigError unless they are the same tokens."""
-    sources = [check_model(each, model)[0][1] for each in measured_saes]
-    stores = [own.store for each in measured_saes for own in each.rows.inputs]
-    Joined(tuple({store.path: store for store in stores}.values())).demand_alike()
-    return sources[0]
 
 
 def _mean(measured: Measured) -> Tensor:

@@ -221,6 +221,7 @@ def refit_run(
         "data": before.stores.name,
         "d_in": before.stores.d_in,
         "d_sae": refitted.sae.d_sae,
+        "ridge_target": refitted.target,
         **result,
         "before": measures[0],
         "after": measures[1],

@@ -38,8 +38,8 @@ def draw(
 
     Args:
         saes: as in `load_sae`; none for the newest run. loss takes names of runs, a figure each; geometry one SAE.
-        data, split, device, home, progress: as in `evaluate`.
-        **options: further options of `geometry` (with `slice_`), `probe` or `stability`.
+        data, split, device, home, progress: as in `evaluate`; loss and probe need neither data nor split.
+        **options: further options of `geometry` (with `slice_`), `probe`, `stability`; `target` of frontier, sparsity.
     """
     if picture not in PICTURES:
         raise unknown_choice("picture", picture, PICTURES)

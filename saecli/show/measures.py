@@ -278,11 +278,11 @@ def refit_table(document: Document) -> RenderableType:
     prefixes = zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)
     for old, new in prefixes:
         rows.append([f"fvu of the first {old['latents']:,}", old["fvu"], new["fvu"]])
-    ridge = "ridge towards the old decoder, over the mean Gram diagonal"
-    rows += [
-        [ridge, None, final["relative_alpha"]],
-        ["factor of the old decoder", None, final["c"]],
-    ]
+    target = document["ridge_target"]
+    towards = "" if target == "0" else f" towards {target}"
+    rows.append([f"ridge{towards}, over the mean Gram diagonal", None, final["relative_alpha"]])
+    if towards:
+        rows.append([f"factor of {target}", None, final["c"]])
     title = (
         f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
         f"on {document['rows_test']:,} held-out rows"

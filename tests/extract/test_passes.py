@@ -259,8 +259,10 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
     cross = SAE(W_enc, torch.zeros(9), W_dec, b_dec, **widths)
     joined = saecli.join(*stores)
     options = {"split": "all", "tokens": 10**6, "home": sae.home}
-    measures = saecli.evaluate(cross, joined, model=names[::-1], **options)
+    measures = saecli.evaluate(cross, joined, model=names[::-1], progress=True, **options)
     assert "kl" not in measures and [each["model"] for each in measures["hook_points"]] == names
+    assert None in [each["ce_recovered"] for each in measures["hook_points"]]
+    assert "ce_recovered is not defined" in sae.capsys.readouterr().err
     stored = stored_windows(stores[0].split("all"), 10**9)
     windows = list(stored)
     llamas = [llama.double() for llama in llamas]

@@ -12,9 +12,11 @@ from homes import (
     PREFIXES,
     CommandLine,
     activation_of,
+    change_json,
     fvu,
     make_run,
     make_store,
+    make_transcoder,
     nested_rows,
     nested_sae,
     random_sae,
@@ -166,8 +168,18 @@ def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
     make_run(sae.home, "nested", nested_sae("topk"))
     done = sae("refit", "--name", "mine").succeeds()
     assert "using the newest run, nested" in done.err
-    for words in ("mine: the decoder for", "before", "after", "fvu of the first 3", "factor of"):
+    for words in ("mine: the decoder for", "before", "after", "fvu of the first 3"):
         assert words in done.out
+    assert "ridge towards the old decoder," in done.out and "factor of the old" in done.out
+    make_run(sae.home, "own", nested_sae("topk"), data_hash="rows")
+    done = sae("refit", "own").succeeds()
+    assert "ridge towards W_enc'," in done.out and "factor of W_enc'" in done.out
+    make_transcoder(sae.home, "across", random_sae())
+    x, y = (saecli.open_store(name, home=sae.home) for name in "xy")
+    across = saecli.join(x, target=y)
+    change_json(sae.home / "runs" / "across" / "run.json", data_hash=across.hash)
+    done = sae("refit", "across").succeeds()
+    assert "ridge, over" in done.out and "factor" not in done.out
     assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES
 
 
