@@ -52,10 +52,14 @@ class Server(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_url = False
+        with suppress(ValueError):  # a port that is no number up to 65535, an open bracket
+            url = urlsplit(self.endpoint or "")
+            is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
         if self.endpoint is None:
             if self.model_name is not None or self.dry_run:
                 raise ConfigError("--model-name and --dry-run need --endpoint; name a server")
-        elif not _is_url(self.endpoint):
+        elif not is_url:
             raise ConfigError(
                 f"--endpoint must be a URL such as http://localhost:8000/v1, got {self.endpoint!r}"
             )
@@ -70,14 +74,6 @@ class Server(Config):
 
     def hash(self, chat: Chat) -> str:
         return hashlib.sha256(to_json(self.request(chat)).encode()).hexdigest()
-
-
-def _is_url(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # the port is no number up to 65535, or a bracket is open
-        return False
 
 
 class Endpoint:

@@ -7,7 +7,7 @@ them once.
 Shapes: n tokens of both samples, W windows, E excerpts, C chosen latents, F = d_sae.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,7 +129,7 @@ class Corpus:
 
 
 def gather(
-    run: Measured, latents: np.ndarray | None, count: int | None, listener: Listener
+    run: Measured, latents: Sequence[int] | None, count: int | None, listener: Listener
 ) -> Corpus:
     """Read and encode both samples of the run's store, and choose latents: those given, by default all that fire, or
     `count` of them, drawn at random. Its store keeps tokens."""

@@ -53,8 +53,7 @@ def explain(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
         latents: those to label; by default all that fire on the rows read.
         count: label only this number of them, drawn at random.
-        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none:
-            options of how to make them are refused.
+        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none.
         out: the file to add the labels to, by default `labels.json` in the SAE's folder.
         **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
             `max_tokens`, `dry_run`; see `endpoint.Server`.
@@ -73,8 +72,7 @@ def explain(
     idle = [name for name, value in making.items() if value is not None]
     if labels is not None and idle:
         raise ConfigError(
-            f"{flag_of(idle[0])} does nothing with --labels, which takes labels and makes none; leave one "
-            "of them out"
+            f"{flag_of(idle[0])} does nothing with --labels, which makes no labels; leave one of them out"
         )
     listener, home = listening(progress), Home.at(home)
     opened = open_sae(home, sae, listener)

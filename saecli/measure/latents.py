@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
@@ -41,7 +40,7 @@ NOT_STORED = 255  # in place of the role of a token that is no row
 WINDOWS = 128  # examined before the smallest examples are updated
 
 
-def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> NDArray[np.int64]:
+def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[int]:
     """Latents of the SAE of this name, as given; ConfigError for a number that it lacks, or one that is there twice."""
     chosen = np.ravel(latents)
     is_whole = chosen.size and chosen.dtype.kind in "iu"
@@ -53,7 +52,7 @@ def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> NDArr
         raise ConfigError(
             f"--latent must name each latent once, got {latents}; leave the second out"
         )
-    return chosen
+    return chosen.tolist()
 
 
 class Texts(NamedTuple):
@@ -176,13 +175,6 @@ class Magnitudes:
         return self._largest.cpu().numpy()
 
 
-class Partners(NamedTuple):
-    """Latents that fire together with chosen ones, the highest phi first, 0 without more; (C, count), on the CPU."""
-
-    phi: Tensor
-    latents: Tensor
-
-
 class CoFiring:
     """Which of evenly spaced rows each latent fires on, one bit each: at most 4 KB per latent."""
 
@@ -199,8 +191,11 @@ class CoFiring:
             self._bits.append(np.packbits(sampled.bool().cpu().numpy(), axis=1))
 
     @torch.no_grad()
-    def partners(self, chosen: Tensor, count: int, show: Callable[[int], None]) -> Partners:
-        """The latents that fire together with chosen ones, (C,), by the phi coefficient, the correlation of firing:
+    def partners(
+        self, chosen: Tensor, count: int, show: Callable[[int], None]
+    ) -> tuple[Tensor, Tensor]:
+        """For chosen latents, (C,), the highest phi coefficients, the correlation of firing, 0 without more, and the
+        latents that fire together with them; (C, count) each, on the CPU:
 
             phi = (p_ij - p_i p_j) / sqrt(p_i (1 - p_i) p_j (1 - p_j))
 
@@ -224,7 +219,7 @@ class CoFiring:
             done += len(part)
             show(done)
         phis, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
-        return Partners(phis.clamp_min(0), latents)
+        return phis.clamp_min(0), latents
 
     def _pairs(self, bits: np.ndarray, part: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of sampled rows on which each latent fires, (F,), and does so together with some, (F, C)."""

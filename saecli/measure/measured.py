@@ -135,8 +135,7 @@ class Measured:
             )
 
     def alignment(self) -> Alignment | None:
-        """The alignment of the decoder with the features that the rows are made of; None if these are unknown, and for
-        a transcoder or crosscoder, whose decoder vectors are not in the space of the rows that have them."""
+        """The alignment of the decoder with the features that the one store's rows are made of; None if unknown."""
         if len(self.rows.inputs) != 1 or self.rows.target or self.store.meta.world is None:
             return None
         return Alignment.of(self.sae.W_dec, torch.from_numpy(directions_of(self.store)))
@@ -312,9 +311,8 @@ def own_codes(
     window_bytes: int | None = None,
 ) -> Iterator[Codes]:
     """An SAE's codes, given `open_sae`'s, of batches drawn at random from the stores of its training; nothing where one
-    is missing, unfinished without rows yet, or unfit; StoreError for a damaged shard. At least `rows` rows in all, or
-    fewer where encoding would take more than `products` multiplications; one batch at least. `window_bytes` as in
-    `Rows.batches`."""
+    is missing, without rows yet, or unfit. At least `rows` rows in all, or fewer where encoding would take more than
+    `products` multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
     subject, _ = opened
     names = [name for name in (*subject.inputs, subject.target) if name]
     if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
@@ -331,6 +329,15 @@ def own_codes(
         left -= len(batch)
         if left <= 0:
             return
+
+
+def codes_of(sae: SAE, x: Tensor) -> "csr_array":
+    """The codes of rows, (N, D), as a sparse array, (N, F)."""
+    from scipy.sparse import csr_array, vstack  # which not all measures need
+
+    batches = x.split(max(1, BATCH_CODES // sae.d_sae))
+    codes = [csr_array(sae.encode(part.to(sae.W_enc)).float().cpu().numpy()) for part in batches]
+    return vstack(codes, format="csr")
 
 
 def at_tokens(codes: "csr_array", is_row: np.ndarray) -> "csr_array":

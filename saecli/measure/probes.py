@@ -24,7 +24,7 @@ import numpy as np
 import pandas
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_array
 from scipy.stats import t as student
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -42,9 +42,8 @@ from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint, last_layer, place_given
 from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
 from ..extract.tokenizer import affixes
-from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
-from .measured import BATCH_CODES
+from .measured import codes_of
 
 COUNTS = (1, 2, 5, 16)  # latents of a probe
 ROWS, LEAST_ROWS = 200, 20  # texts of a set
@@ -228,7 +227,7 @@ def mean_and_interval(
     return mean, float(low), float(high)
 
 
-def most_different(codes: csr_matrix, labels: NDArray[np.bool_], count: int) -> list[int]:
+def most_different(codes: csr_array, labels: NDArray[np.bool_], count: int) -> list[int]:
     """The latents whose mean codes, (N, F), differ most between classes, the most different first."""
     difference = np.asarray(codes[labels].mean(0) - codes[~labels].mean(0)).ravel()
     fired = np.asarray((codes != 0).sum(0)).ravel()
@@ -237,7 +236,7 @@ def most_different(codes: csr_matrix, labels: NDArray[np.bool_], count: int) -> 
     return np.argsort(-in_units, kind="stable")[:count].tolist()
 
 
-def sparse_scores(codes: csr_matrix, labels: NDArray[np.bool_], count: int) -> Scores:
+def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> Scores:
     """The scores of `count`-sparse probes on codes, (N, F), whose latents each training part chooses."""
     features = []
     for train, _ in _folds(FOLDS).split(labels, labels):
@@ -312,13 +311,6 @@ class LastTokens:
         before = [*self._affixes.prefix, *encoded[-self._room :]]
         token_ids = np.array([*before, *self._affixes.suffix], np.int64)
         return TextWindow(token_ids, np.arange(len(token_ids)) == len(before) - 1)
-
-
-def codes_of(sae: SAE, x: Tensor) -> csr_matrix:
-    """The codes of rows, (N, D), as a sparse matrix, (N, F)."""
-    batches = x.split(max(1, BATCH_CODES // sae.d_sae))
-    codes = [csr_matrix(sae.encode(batch.to(sae.W_enc)).cpu().numpy()) for batch in batches]
-    return vstack(codes, format="csr")
 
 
 class Sets:

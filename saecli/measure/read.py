@@ -31,7 +31,7 @@ from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Firing
 from .labels import shown_labels
 from .latents import chosen_latents
-from .measured import BATCH_CODES, at_tokens, own_codes
+from .measured import at_tokens, codes_of, own_codes
 
 Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
 CONTEXT = 4096  # most tokens of a window
@@ -131,11 +131,8 @@ class _Reader:
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
         """The codes of the tokens that are `read`, (T,), as (T, F)."""
         stored = [TextWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
-        rows = max(16, BATCH_CODES // self._sae.d_sae)
-        blocks = []
-        for at_points in stored_activations(self._model, stored, self._points, 1):
-            for x in torch.cat(at_points, dim=1).split(rows):
-                blocks.append(csr_array(self._sae.encode(x).float().cpu().numpy()))
+        batches = stored_activations(self._model, stored, self._points, 1)
+        blocks = [codes_of(self._sae, torch.cat(at_points, dim=1)) for at_points in batches]
         return at_tokens(vstack(blocks, format="csr"), read)
 
     def _document(self, text: str | Messages, name: str) -> str | Conversation:
@@ -196,7 +193,7 @@ def read(
     sae_at = hooked(opened, *place_given(layer, site, module), "reading a prompt by")
     chosen = None
     if not isinstance(latents, str | None):
-        chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name).tolist()
+        chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name)
     labels = shown_labels(opened[0].folder)
     source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))

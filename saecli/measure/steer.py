@@ -70,7 +70,7 @@ def _change(
         raise ConfigError(f"--scale must be finite, got {', '.join(map(str, scales))}")
     if len(scales) == 1:
         scales = scales.repeat(len(numbers))
-    return _Change(hooked, method, numbers.tolist(), scales.tolist())
+    return _Change(hooked, method, numbers, scales.tolist())
 
 
 def _largest_on_store(

@@ -9,7 +9,7 @@ import numpy as np
 import probe_sets
 import pytest
 import torch
-from homes import CommandLine, make_run, random_sae, steerable
+from homes import CommandLine, make_run, random_sae, some_rows, steerable
 from launching import captured, python_with
 from scipy.sparse import csr_matrix
 from scipy.stats import bootstrap
@@ -21,6 +21,7 @@ from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
 from saecli.extract.options import TINY_GEMMA2, HookPoint
+from saecli.measure.measured import codes_of
 from saecli.measure.probes import (
     CS,
     LastTokens,
@@ -73,6 +74,12 @@ def test_probes_are_those_that_scikit_learn_searches_on_latents_of_the_training_
         scores = sparse_scores(csr_matrix(codes), y, count)
         np.testing.assert_allclose(scores["auc"], aucs, atol=1e-12)
     assert scores["auc"].mean() > 0.8
+
+
+def test_codes_in_bfloat16_are_read():
+    sae, x = random_sae().copy_to(torch.bfloat16), torch.from_numpy(some_rows(9))
+    expected = sae.encode(x.bfloat16()).float()
+    assert torch.equal(torch.from_numpy(codes_of(sae, x).toarray()), expected)
 
 
 def test_latents_are_chosen_whatever_the_scale_of_their_codes():

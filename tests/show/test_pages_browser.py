@@ -62,9 +62,9 @@ def test_texts_are_shown_as_text_whatever_is_in_them(open_page: Any):
 
 def test_search_finds_tokens_and_numbers(open_page: Any):
     opened = open_page("many")
-    wide = "{...data, latents: {...data.latents, frequency: Array(200000).fill(0.1)}}"
-    assert opened.page.evaluate(f"latentTable({wide}).order().length") == 4096
     index = index_of(opened.folder)["latents"]
+    measures = opened.page.locator(".entries").first.text_content()
+    assert "prefixes 0 latents64" in measures and "[object" not in measures
     opened.page.fill("#search", "w7")
     texts = [
         "\n".join([*tokens, "".join(snippet)])
@@ -143,9 +143,7 @@ def test_latents_of_a_crosscoder_are_filtered_by_class(open_page: Any):
     opened.page.locator("tbody a").first.click()
     opened.page.wait_for_selector(f".class >> text='{name}'")
     measures = opened.page.locator(".entries").first.text_content()
-    assert "dead fraction–" in measures and "[object" not in measures
-    within = opened.page.evaluate("flat({of_all: 1, parts: [{fvu: 2}, {fvu: null}]})")
-    assert within == [["of all", 1], ["parts 1 fvu", 2], ["parts 2 fvu", None]]
+    assert "dead fraction–" in measures
     assert opened.said == []
 
 

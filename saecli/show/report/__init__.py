@@ -89,8 +89,7 @@ def _texts_and_outputs(
     run: Measured, model: str | None, has_tokens: bool, notes: list[str]
 ) -> "tuple[Tokens, tuple[Unembedding, slice] | None]":
     """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; and the
-    model's unembedding if given, with the columns of W_dec at the last hook point in that model; notes gets sentences
-    on missing content."""
+    given one's unembedding, with the columns of W_dec at its last hook point; notes gets sentences on missing parts."""
     store, stored_model = run.store, spec_of(run.store.meta.source)
     if not has_tokens:
         notes.append(
@@ -114,17 +113,17 @@ def _texts_and_outputs(
     predicted = [run.rows.target] if run.rows.target else run.rows.inputs
     recorded = [spec_of(rows.store.meta.source) for rows in predicted]
     place = find_model(model, recorded_revision(model, recorded))
-    specs = list(dict.fromkeys(recorded))
-    of_model = [n for n, spec in enumerate(recorded) if place.spec == spec or len(specs) == 1]
-    if not of_model:
+    last_of = {spec: number for number, spec in enumerate(recorded)}
+    if len(last_of) > 1 and place.spec not in last_of:
         raise ConfigError(
             f"--model must be a model that the rows of {run.subject.name} came from, "
-            f"{' or '.join(map(str, specs))}, got {model}"
+            f"{' or '.join(map(str, last_of))}, got {model}"
         )
-    last = of_model[-1]
+    last = last_of.get(place.spec, -1)
     columns = run.sae.hook_columns[last]
     width = columns.stop - columns.start
-    point = HookPoint(None, predicted[last].store.meta.source.get("site", "resid_post"))
+    source = predicted[last].store.meta.source
+    point = HookPoint(None, source.get("site", "resid_post"))
     if not point.has_model_width:
         notes.append(
             f"{point.site} is not in the residual stream, so no tokens are listed that a latent promotes"
@@ -192,9 +191,7 @@ def report(
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
     d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
-    chosen = None
-    if latents is not None:
-        chosen = sorted(chosen_latents(latents, d_sae, run.subject.name).tolist())
+    chosen = None if latents is None else sorted(chosen_latents(latents, d_sae, run.subject.name))
     notes: list[str] = []
     texts, outputs = _texts_and_outputs(run, model, has_tokens, notes)
     result = survey(

@@ -108,10 +108,9 @@ class Details:
             self.partners = survey.cofiring.partners(latents, NEIGHBOURS, show)
         self.outputs: OutputTokens | None = None
         if outputs is not None:
-            unembedding, columns = outputs
+            head, columns = outputs
             with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-                directions = W_dec[latents, columns]
-                self.outputs = unembedding.output_tokens(directions, OUTPUT_TOKENS, show)
+                self.outputs = head.output_tokens(W_dec[latents, columns], OUTPUT_TOKENS, show)
         self.alignment = run.alignment()
 
     @cached_property

@@ -25,13 +25,11 @@ function tiles() {
     h("dd", {}, value), h("dd", { class: "muted" }, words))));
 }
 
-// Names and values; of a list the entries of each part, counted from 1.
-function flat(entries, before = "") {
-  return Object.entries(entries).flatMap(([key, value]) => {
-    const name = before + (Array.isArray(entries) ? Number(key) + 1 : key.replaceAll("_", " "));
-    return value !== null && typeof value === "object" ? flat(value, `${name} `) : [[name, value]];
-  });
-}
+// Names and values, also within lists and their parts, by number from 0.
+const flat = (entries, before = "") => Object.entries(entries).flatMap(([key, value]) => {
+  const name = before + key.replaceAll("_", " ");
+  return value !== null && typeof value === "object" ? flat(value, `${name} `) : [[name, value]];
+});
 
 function section(name, entries) {
   return h("div", {}, h("h3", {}, name), h("table", { class: "entries" }, h("tbody", {}, flat(entries).map(
