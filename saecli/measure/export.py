@@ -228,7 +228,7 @@ def _without_local(saved: SavedSAE) -> SavedSAE:
     model = origin.get("model")
     if model is not None and Path(model).is_absolute():
         origin["model"] = Path(model).name
-    return replace(saved, origin=origin)
+    return replace(saved, origin=origin, transcodes=saved.is_transcoder)
 
 
 def _exact_format(measured: Measured, listener: Listener) -> str:

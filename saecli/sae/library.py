@@ -101,10 +101,17 @@ def save_sae(
     """
     if format not in WRITABLE:
         raise unknown_choice("format", format, WRITABLE)
-    origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+    saved = _in_memory(sae.copy_to("cpu", torch.float32))
     if store:
         origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
-    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), format, Path(folder))
+        saved = replace(saved, origin=origin)
+    formats.save(saved, format, Path(folder))
+
+
+def _in_memory(sae: SAE) -> SavedSAE:
+    """An SAE with what its `metadata` records."""
+    origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+    return SavedSAE(sae, origin, bool(sae.metadata.get("transcodes")))
 
 
 class Sourced(Protocol):
@@ -155,8 +162,8 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     """An SAE, on its own device (a file's on the CPU), and where it comes from. It is row-major, so that an SAE in
     memory and the same one from its file give the same bits."""
     if isinstance(sae, SAE):
-        origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
-        return _known(home, Subject("sae"), origin), SavedSAE(sae.copy_to(sae.W_enc.device), origin)
+        saved = _in_memory(sae.copy_to(sae.W_enc.device))
+        return _known(home, Subject("sae"), saved.origin), saved
     subject = find_subject(home, None if sae is None else str(sae), listener.note)
     if sae is None:
         listener.note(f"using the newest run, {subject.name}")
@@ -168,8 +175,9 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
-    saved.sae.metadata = settings | saved.origin
-    return subject, saved if subject.target is None else replace(saved, transcodes=True)
+    transcodes = saved.is_transcoder or subject.target is not None
+    saved.sae.metadata = settings | saved.origin | ({"transcodes": True} if transcodes else {})
+    return subject, replace(saved, transcodes=transcodes)
 
 
 def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:

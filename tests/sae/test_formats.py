@@ -15,7 +15,8 @@ from homes import MLP, CommandLine, activation_of, crosscoder_of, make_transcode
 from published import ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
 
-from saecli.base.errors import FormatError
+import saecli
+from saecli.base.errors import ConfigError, FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save
@@ -165,6 +166,18 @@ def test_an_sae_comes_back_from_a_format_or_is_refused(
         assert saved.sae.activation == sae.activation
         for key, tensor in sae.tensors().items():
             assert torch.equal(saved.sae.tensors()[key], tensor)
+
+
+def test_a_transcoder_stays_one_without_hook_points(tmp_path: Path) -> None:
+    read = saecli.load_sae(published.sparsify(tmp_path / "theirs", True).path)
+    fitted = made("relu")
+    fitted.metadata = {"data": "x", "target": "y"}  # stores of imported arrays
+    for name, sae in (("read", read), ("fitted", fitted)):
+        with pytest.raises(ConfigError, match="is a transcoder"):
+            saecli.evaluate(sae, ROWS)
+        for form in ("native", "sparsify"):
+            saecli.save_sae(sae, tmp_path / name / form, form)
+            assert load(tmp_path / name / form).is_transcoder
 
 
 def text_in(

@@ -9,13 +9,13 @@
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
 b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
 transcoder with a skip. The header's entry `saecli` is a JSON object with `format_version`, `activation` and `origin`;
-of a nested SAE `prefixes`, numbers of latents; of a crosscoder `widths`.
+of a nested SAE `prefixes`, numbers of latents; of a crosscoder `widths`; of a transcoder `transcodes`, true.
 
 README.md says what each format can express. To add one, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ class Header:
     origin: Origin
     prefixes: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
+    transcodes: bool = False
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
@@ -108,7 +109,11 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
         "activation": activation_to_json(saved.sae.activation),
         "origin": saved.origin,
     }
-    parts = {"prefixes": saved.sae.prefixes, "widths": saved.sae.widths}
+    parts = {
+        "prefixes": saved.sae.prefixes,
+        "widths": saved.sae.widths,
+        "transcodes": saved.is_transcoder,
+    }
     header |= {name: part for name, part in parts.items() if part}
     write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
 
@@ -128,8 +133,8 @@ def load_native(folder: Path) -> SavedSAE:
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
     sae = assemble(path, tensors, activation, False, header.prefixes, True, header.widths)
-    origin = asdict(header.origin).items()
-    return SavedSAE(sae, {name: value for name, value in origin if value is not None})
+    origin = {name: value for name, value in vars(header.origin).items() if value is not None}
+    return SavedSAE(sae, origin, header.transcodes)
 
 
 # The first whose files are all present is used: sparsify before native.

@@ -65,7 +65,7 @@ class SavedSAE:
         """Whether its targets differ from its rows, by record or weights."""
         return (
             self.transcodes
-            or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
+            or not self.origin.keys().isdisjoint(("target_layer", "target_site", "target"))
             or self.sae.W_skip is not None
             or self.sae.d_out != self.sae.d_in
         )
