@@ -175,7 +175,7 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     """Values as words of a command line."""
     words = []
     for name, value in values.items():
-        if value in (None, False):
+        if value is None or value is False:
             continue
         for item in value if isinstance(value, list | tuple) else [value]:
             words += [flag_of(name)] if item is True else [flag_of(name), str(item)]

@@ -1,6 +1,7 @@
 """One declaration of an option: what Python, TOML and the command line take is the same; errors are data. `--config
 run.toml`: a run's own file trains it again, and the command line wins."""
 
+import shlex
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from homes import CommandLine, assert_same_weights, make_store, some_rows
 from typer.testing import CliRunner
 
 from saecli.base.errors import ConfigError
-from saecli.base.options import Config, Count, NonNegative, Shown, options_of, toml_lines
+from saecli.base.options import Config, Count, NonNegative, Shown, options_of, toml_lines, words_of
 from saecli.cli.options import configured
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train import SOLVERS
@@ -81,6 +82,11 @@ def test_whole_numbers_are_taken_for_others_and_one_value_for_several():
     assert (sample.deep, type(sample.deep), sample.parts) == (1.0, float, (1, 2))
     assert Sample(parts=3).parts == (3,)
     assert Sample.from_json(sample.to_json()) == sample
+
+
+def test_values_as_words_of_a_command_have_zeros_and_no_flag_that_is_off():
+    values = {"layer": 0, "lr": 0.0, "packed": False, "chat": True, "name": None, "data": ["a", 0]}
+    assert shlex.join(words_of(values)) == "--layer 0 --lr 0.0 --chat --data a --data 0"
 
 
 @pytest.fixture
