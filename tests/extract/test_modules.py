@@ -137,7 +137,8 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
         assert saecli.load_sae(tuned, home=sae.home).metadata["site"] == "mlp.down_proj:in"
     reported = sae("report run --json --out", tmp_path / "page", "--model", folder).json
     assert "mlp.down_proj:in is not in the residual stream" in " ".join(reported["notes"])
-    assert sae("export run --to saelens --out", tmp_path / "out").status == 0
+    exported = sae("export run --to saelens --out", tmp_path / "out").succeeds()
+    assert "run is written for layers.1.mlp.down_proj:in" in exported.err
     origin = saecli.load_sae(tmp_path / "out").metadata
     assert (origin["layer"], origin["site"]) == (1, "mlp.down_proj:in")
 

@@ -272,6 +272,8 @@ def test_files_that_cannot_be_expressed_are_refused_in_one_sentence(
 def test_hook_points_that_circuit_tracer_cannot_express(tmp_path: Path) -> None:
     for origin, said in (
         (MLP | {"target_layer": 4}, "from layer 3 to layer 4"),
+        (MLP | {"site": "self_attn.q_proj:in"}, "cannot name .* input: .* got self_attn.q_proj:in"),
+        (MLP | {"target_site": "mlp:out"}, "cannot name .* output: .* got mlp:out"),
         ({"layer": 3}, "without site, target_layer, target_site"),
     ):
         with pytest.raises(FormatError, match=said):

@@ -92,11 +92,15 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
             f"{origin['target_layer']}; expected rows and targets of one layer"
         )
     config = {"model_name": origin["model"]} if "model" in origin else {}
-    config |= {
-        "model_kind": "transcoder_set",
-        "feature_input_hook": hooks.HOOKS.get(origin["site"], origin["site"]),
-        "feature_output_hook": hooks.HOOKS.get(origin["target_site"], origin["target_site"]),
-    }
+    config["model_kind"] = "transcoder_set"
+    for side, site in (("input", origin["site"]), ("output", origin["target_site"])):
+        hook = hooks.hook_in_block(site)
+        if hook is None:
+            raise FormatError(
+                f"circuit-tracer cannot name a transcoder's {side}: expected a site such as mlp_in or mlp_out, "
+                f"got {site}; train one on stores of `sae extract --site`, or export it to native"
+            )
+        config[f"feature_{side}_hook"] = hook
     return config | (
         {"activation": "topk", "k": activation.k} if isinstance(activation, TopK) else {}
     )

@@ -127,8 +127,14 @@ def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
     layer, site = origin.get(f"{of}layer"), origin.get(f"{of}site", "")
     if ":" in site:
         return site if layer is None else f"layers.{layer}.{site}"
+    hook = hook_in_block(site)
+    return f"blocks.{layer}.{hook}" if layer is not None and hook else None
+
+
+def hook_in_block(site: str) -> str | None:
+    """TransformerLens' name of a site after `blocks.L.`, if it has one."""
     hook = HOOKS.get(site, site)
-    return f"blocks.{layer}.{hook}" if layer is not None and "hook_" in hook else None
+    return hook if "hook_" in hook else None
 
 
 def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
@@ -155,13 +161,14 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
     its model is known, by default `model`."""
     origin, remarks = dict(saved.origin), list(saved.remarks)
     model = origin.get("model", model)
-    family = _family(model)
+    folder = _folder(model)
+    family = _family(model, folder)
     norms = {}
     if family is not None:
         for key in origin.keys() & {"site", "target_site"}:
             origin[key] = family.sites.get(origin[key], origin[key])
-        if saved.processing.get("fold_ln") or not family.layer_norm:
-            norms = _norms(saved, model)
+        if folder is not None and (saved.processing.get("fold_ln") or not family.layer_norm):
+            norms = _norms(saved, family, folder)
     for end in norms:
         origin[f"{end}site"] = "mlp_in"
         remarks.append(
@@ -192,7 +199,13 @@ def notes_on_writing(origin: Mapping[str, Any]) -> list[str]:
             "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
             "HookedTransformer lacks"
         )
-    family = _family(origin.get("model"))
+    for name in (hook_name(origin, of) for of in ENDS):
+        if name is not None and ":" in name:
+            notes.append(
+                f"is written for {name}, a side of transformers' module: TransformerLens has no such hook"
+            )
+    model = origin.get("model")
+    family = _family(model, _folder(model))
     if origin.get("site") == "attn_z" and (family is None or Z not in family.sites):
         notes.append(
             f"is written for {Z}, which TransformerLens' fold_value_biases changes where values have a bias; "
@@ -245,19 +258,15 @@ def _folder(model: str | None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _family(model: str | None) -> Family | None:
-    kind = _config(model).get("model_type")
-    if model is not None and _folder(model) is None:
-        kinds = (kind for name, kind in MODEL_TYPES.items() if re.fullmatch(name, model))
-        kind = next(kinds, None)
-    return FAMILIES.get(str(kind))
+def _family(model: str | None, folder: Path | None) -> Family | None:
+    if folder is not None:
+        return FAMILIES.get(str(_config(folder).get("model_type")))
+    kinds = (kind for name, kind in MODEL_TYPES.items() if model and re.fullmatch(name, model))
+    return FAMILIES.get(next(kinds, ""))
 
 
-def _config(model: str | None) -> dict[str, Any]:
-    """The configuration of a language model; empty if it is not on this machine, or cannot be read."""
-    folder = _folder(model)
-    if folder is None:
-        return {}
+def _config(folder: Path) -> dict[str, Any]:
+    """The configuration of a language model; empty if it cannot be read."""
     try:
         config = read_json(folder / "config.json", dict[str, Any])
     except (OSError, ValueError):
@@ -266,11 +275,8 @@ def _config(model: str | None) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _norms(saved: SavedSAE, model: str | None) -> dict[str, Affine]:
+def _norms(saved: SavedSAE, family: Family, folder: Path) -> dict[str, Affine]:
     """The norms before the MLP at an SAE's ends that are before their weight, if these are here, fit and have no 0."""
-    family, folder = _family(model), _folder(model)
-    if family is None or folder is None:
-        return {}
     norms = {}
     for end in ENDS:
         if saved.origin.get(f"{end}site") != NORMALIZED:
