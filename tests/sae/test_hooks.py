@@ -12,19 +12,20 @@ from plain_hooks import noted
 from published import D
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, WIDTH, loaded, save_model, stored
-from transformers import GemmaConfig, GPTJConfig
+from transformers import BloomConfig, GemmaConfig, GPTJConfig
 
 from saecli.extract.options import BUNDLED, HookPoint
 from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, load, save
-from saecli.sae.formats.hooks import NORMALIZED, why_unsettled
+from saecli.sae.formats.hooks import NORMALIZED, settled, why_unsettled
 
 LAYER = 1
 DEEP = {"num_hidden_layers": 3, "hidden_size": WIDTH, "vocab_size": 64, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 MODELS = CONFIGS | {
     "gemma": lambda: GemmaConfig(**DEEP, **HEADS, intermediate_size=24),
+    "bloom": lambda: BloomConfig(hidden_size=WIDTH, n_layer=3, n_head=2, vocab_size=64),
     "gptj": lambda: GPTJConfig(n_embd=WIDTH, n_layer=3, n_head=2, rotary_dim=4, vocab_size=64),
 }
 NORMS = {  # before the MLP
@@ -196,6 +197,15 @@ def test_sparsifys_folders_are_named_as_modules(
     tmp_path: Path, place: str, transcode: bool, origin: dict
 ) -> None:
     assert load(published.sparsify(tmp_path / place, transcode).path).origin == origin
+
+
+def test_the_outputs_of_blooms_modules_are_the_rows_of_their_sites(tmp_path: Path) -> None:
+    folder = model_of(tmp_path / "model", "bloom")
+    for module, site in (("mlp", "resid_post"), ("mlp.dense_4h_to_h", "mlp_out")):
+        origin = {"model": str(folder), "layer": LAYER, "site": f"{module}:out"}
+        saved = SavedSAE(random_sae(Relu(), WIDTH), origin)
+        assert settled(saved).origin["site"] == site
+        close(rows_at(folder, site), rows_at(folder, f"{module}:out"))
 
 
 def test_eval_says_that_a_module_is_not_the_stores_site(sae: CommandLine, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ class Family(NamedTuple):
 # Not where values have a bias, which TransformerLens' `fold_value_biases` moves out of hook_z.
 HEADS = {Z: "attn_z"}
 LLAMA = Family("post_attention_layernorm", sites=WITHOUT_SECOND_NORM | HEADS)
+# BLOOM's MLP adds the residual stream.
+BLOOM = {"mlp:out": "resid_post", "mlp.dense_4h_to_h:out": "mlp_out"}
 FAMILIES = {  # by `model_type`
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"), LLAMA),
     "qwen2": Family("post_attention_layernorm"),
@@ -86,7 +88,8 @@ FAMILIES = {  # by `model_type`
         ("gemma2", "gemma3", "gemma3_text"), Family("pre_feedforward_layernorm", 1.0, sites=HEADS)
     ),
     **dict.fromkeys(("gpt2", "gpt_neo"), Family("ln_2", layer_norm=True)),
-    **dict.fromkeys(("gpt_neox", "bloom"), Family("post_attention_layernorm", layer_norm=True)),
+    "gpt_neox": Family("post_attention_layernorm", layer_norm=True),
+    "bloom": Family("post_attention_layernorm", layer_norm=True, sites=BLOOM),
     "gptj": Family("ln_1", layer_norm=True),
     "opt": Family("final_layer_norm", layer_norm=True),
     "phi": Family("input_layernorm", layer_norm=True),
