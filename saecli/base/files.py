@@ -19,6 +19,11 @@ from .errors import ConfigError
 LOCK = ".lock"
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with a user's home folder for a `~` at its beginning, if there is such a user."""
+    return Path(os.path.expanduser(path))
+
+
 def flush_to_disk(path: Path) -> None:
     """Force a file's contents, or a folder's entries, onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 from .documents import Marker, read_json
 from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
+from .files import expanded
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
@@ -122,7 +123,7 @@ class Home:
         """The home at a path; None for $SAE_HOME, else ./sae-data."""
         if isinstance(path, Home):
             return cls(path.path)
-        return cls(Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
+        return cls(expanded(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
 
     @property
     def stores(self) -> Shelf:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..extract.options import TINY_GEMMA2
-from .options import Json, start
+from .options import PATH, Json, start
 
 ROWS = 20_000
 EPOCHS = 20
@@ -19,7 +19,7 @@ def command(
     ctx: typer.Context,
     pictures: Annotated[
         Path | None,
-        typer.Option(help="Folder for the pictures.", show_default="demo/ in the home"),
+        typer.Option(help="Folder for the pictures.", show_default="demo/ in the home", **PATH),
     ] = None,
     json: Json = False,
 ) -> None:

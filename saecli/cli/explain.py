@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ..measure.endpoint import Server
-from .options import Data, Device, Json, Run, Target, configured, start
+from .options import PATH, Data, Device, Json, Run, Target, configured, start
 
 
 @configured(Server)
@@ -36,14 +36,15 @@ def command(
         typer.Option(
             help="Take the labels of others: a file of Neuronpedia's explanations, or a folder of them.",
             show_default="none",
+            **PATH,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False,
             help="Add the labels to this file.",
             show_default="labels.json in the run's folder",
+            **PATH,
         ),
     ] = None,
     device: Device = "auto",

@@ -109,7 +109,7 @@ def root(
     """
     from ..base.home import Home
 
-    ctx.obj = Home(home)
+    ctx.obj = Home.at(home)
     if world() > 1:
         from ..base.processes import join  # which imports torch
 

@@ -13,7 +13,7 @@ import typer
 
 from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
-from ..base.files import demand_place, is_free
+from ..base.files import demand_place, expanded, is_free
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
 from ..extract.options import Site as SiteName
@@ -330,9 +330,10 @@ Module = Annotated[
 Device = Annotated[
     str, typer.Option(help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")
 ]
-Out = Annotated[Path, typer.Option(help="Write into this folder, new or empty.")]
+PATH: dict[str, Any] = {"parser": expanded, "metavar": "<path>"}
+Out = Annotated[Path, typer.Option(help="Write into this folder, new or empty.", **PATH)]
 Plot = Annotated[
-    Path | None, typer.Option(help="Save a picture here (PNG, PDF or SVG by its ending).")
+    Path | None, typer.Option(help="Save a picture here (PNG, PDF or SVG by its ending).", **PATH)
 ]
 Json = Annotated[
     bool,

@@ -4,18 +4,21 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError, one_line
-from .options import Device, Json, Layer, Model, Module, Run, Site, start
+from .options import PATH, Device, Json, Layer, Model, Module, Run, Site, start
 
 
 def command(
     ctx: typer.Context,
     run: Run = None,
     prompt: Annotated[str | None, typer.Option(help="Read this text.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Read the text in this UTF-8 file.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Read the text in this UTF-8 file.", **PATH)
+    ] = None,
     chat: Annotated[
         Path | None,
         typer.Option(
-            help="Read the chat in this file: a JSON list of messages with role and content, for the chat template."
+            help="Read the chat in this file: a JSON list of messages with role and content, for the chat template.",
+            **PATH,
         ),
     ] = None,
     compare: Annotated[
@@ -31,8 +34,8 @@ def command(
     html: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False,
             help="Write a page here: the text coloured, with each token's latents under the pointer.",
+            **PATH,
         ),
     ] = None,
     model: Model = None,

@@ -9,6 +9,7 @@ from annotated_types import Ge, Le
 
 from ..base.documents import point_words
 from ..base.errors import ConfigError, counted, flag_of
+from ..base.files import expanded
 from ..base.options import Config, Positive, Shown, options_of
 from ..store.options import MAX_NORM_HELP, StoredDtype
 from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, Mixture, TextSource
@@ -296,7 +297,7 @@ class ExtractConfig(Config):
         if self.chat_template is None:
             return None
         try:
-            return Path(self.chat_template).expanduser().read_text(encoding="utf-8")
+            return expanded(self.chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file"

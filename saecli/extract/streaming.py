@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Set
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from ..base.console import Listener
 from ..base.devices import device_named
 from ..base.errors import ConfigError
+from ..base.files import expanded
 from ..base.home import Home
 from ..base.processes import ALONE
 from ..store.schema import StoreMeta
@@ -127,5 +127,5 @@ def open_stream(
 
 def _absolute(name: str) -> str:
     """A file's or folder's whole path, which holds in another working directory; other names unchanged."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return str(path.resolve()) if path.exists() and name not in (TINY_GEMMA2, STDLIB_DOCS) else name

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ..base.errors import ModelError, one_line
-from ..base.files import file_sha256
+from ..base.files import expanded, file_sha256
 from ..base.machine import why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
@@ -310,7 +310,7 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_local(dataset: str) -> bool:
-    path = Path(dataset).expanduser()
+    path = expanded(dataset)
     return (
         path.suffix.lower() in LOCAL_SUFFIXES
         or path.exists()
@@ -320,7 +320,7 @@ def _is_local(dataset: str) -> bool:
 
 
 def _local_file(dataset: str) -> Path:
-    path = Path(dataset).expanduser()
+    path = expanded(dataset)
     if not path.exists():
         raise ModelError(
             f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, number, unknown_choice
+from ..base.files import expanded
 from ..base.home import Home
 from ..extract.options import BUNDLED
 from ..sae import formats
@@ -96,7 +97,7 @@ def export(
     """
     if to not in WRITABLE:
         raise unknown_choice("to", to, WRITABLE)
-    home, listener, out = Home.at(home), listening(progress), Path(out)
+    home, listener, out = Home.at(home), listening(progress), expanded(out)
     several = _listed(sae)
     demand_takes_sets(to, len(several))
     entries: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ import torch
 from ..base.console import Listener, Silent
 from ..base.documents import point_words, read_run
 from ..base.errors import HubError, RunError, unknown_choice
+from ..base.files import expanded
 from ..base.home import RUN_MARKER, Home
 from ..store.opening import Joined
 from ..store.reader import ActivationStore
@@ -105,7 +106,7 @@ def save_sae(
     if store:
         origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
         saved = replace(saved, origin=origin)
-    formats.save(saved, format, Path(folder))
+    formats.save(saved, format, expanded(folder))
 
 
 def _in_memory(sae: SAE) -> SavedSAE:
@@ -184,7 +185,7 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
     """The name by which an SAE is opened again from any working folder."""
     if isinstance(sae, SAE) or str(sae) in home.runs.names():
         return subject.name
-    folder = Path(str(sae)).expanduser()
+    folder = expanded(sae)
     here = folder.is_dir() and subject.path.resolve() == folder.resolve()
     return str(folder.resolve()) if here else subject.registered or f"hf://{subject.name}"
 
@@ -200,7 +201,7 @@ def find_subject(
     address = Address.parse(text)
     if address is not None and text.startswith(("hf://", "https://")):
         return Subject(*fetch(address, note))
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     if (folder / RUN_MARKER).is_file():
         return _run(folder, text)
     if formats.recognise(folder) is not None:

@@ -21,7 +21,7 @@ from ..base.errors import (
     counted,
     did_you_mean,
 )
-from ..base.files import lock_folder
+from ..base.files import expanded, lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from .schema import hash_request, read_meta
@@ -125,7 +125,7 @@ def _difference(first: ActivationStore, other: ActivationStore) -> str:
 def find_store(home: Home, name: str | None) -> ActivationStore:
     """The store of that name in the home, else in the folder of that path; None for the newest."""
     shelf = home.stores
-    folder = None if name is None or name in shelf.names() else Path(name).expanduser()
+    folder = None if name is None or name in shelf.names() else expanded(name)
     if folder is None or not (folder / STORE_MARKER).is_file():
         return ActivationStore.open(shelf.find(name))
     return ActivationStore.open(folder, homed=folder.resolve().parent == shelf.path.resolve())

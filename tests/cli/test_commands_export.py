@@ -11,6 +11,7 @@ from saecli.sae.activations import (
     Activation,
     JumpRelu,
     MatchingPursuit,
+    Relu,
     ReluTopK,
     TopK,
 )
@@ -41,6 +42,21 @@ def test_an_exported_run_reconstructs_alike(
     rows = torch.from_numpy(some_rows(100))
     read = load(tmp_path / "deep" / "out").sae
     torch.testing.assert_close(read(rows), random_sae(activation)(rows), atol=1e-4, rtol=1e-5)
+
+
+def test_a_tilde_is_the_users_home_folder(sae: CommandLine, tmp_path: Path):
+    sae.monkeypatch.setenv("HOME", str(tmp_path))
+    sae.monkeypatch.chdir(tmp_path)
+    mine = random_sae(Relu())
+    make_run(sae.home, "run", mine)
+    saecli.save_sae(mine, "~/saved")
+    assert sae("--home=~/home export run --to saelens --out=~/written").status == 0
+    for name in ("saved", "written"):
+        assert sae(f"export ~/{name} --to saelens --out=~/again/{name}").status == 0
+        assert recognise(tmp_path / "again" / name) == "saelens"
+    assert not (tmp_path / "~").exists()
+    for line in ("eval ~nobody-here/x", "eval run --data ~nobody-here/x"):
+        sae(line).fails(1, "named '~nobody-here/x'")
 
 
 def test_a_signed_topk_is_written_clipped_with_a_note(sae: CommandLine, tmp_path: Path):
