@@ -341,7 +341,7 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 
 
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
-    """The stores and runs of these names; ConfigError if not one of each. `users` are the runs trained on a store."""
+    """The stores and runs of these names; SaeError if not one of each. `users` are the runs trained on a store."""
     shelves = {"store": home.stores, "run": home.runs}
     kinds: dict[str, list[str]] = {}  # of each folder's name
     for shelf_kind in [kind] if kind else shelves:
@@ -356,7 +356,7 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
     for name in dict.fromkeys(names):
         if name not in kinds:
             advice = did_you_mean(name, sorted(kinds)) or "`sae list` shows what there is"
-            raise ConfigError(
+            raise shelves[kind or "store"].error(
                 f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
             )
         if len(kinds[name]) > 1:

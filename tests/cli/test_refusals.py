@@ -49,10 +49,7 @@ WRONG = [
     ("report run --out out --neuronpedia javascript:x", "LAST"),
     ("report run --out out --neuronpedia a/b/../c", "LAST"),
     ("report x --out folder.png", "LAST"),
-    ("rm rows --kind run --yes", "rows"),
     ("rm both --yes", "--kind"),
-    ("rm ../runs/run --yes", "../runs/run"),
-    ("rm rows rnu --yes", "did you mean run?"),
     ("rm rows", "--yes"),
 ]
 FAILED = [
@@ -64,6 +61,9 @@ FAILED = [
     ("import nowhere.npy", "LAST"),
     ("import digits --key x", "--key"),
     ("report run --out out --data none", "LAST"),
+    ("rm rows --kind run --yes", "rows"),
+    ("rm ../runs/run --yes", "../runs/run"),
+    ("rm rows rnu --yes", "did you mean run?"),
 ]
 # The text of --config, further words, and words of the sentence.
 CONFIGS = [
