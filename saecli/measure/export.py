@@ -215,6 +215,11 @@ def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
         name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
     if address is not None and not address.folder:
         address = Address.parse(f"{repo.rstrip('/')}/{name}")
+        if address is None or address.folder != name:
+            raise ConfigError(
+                f"cannot push to a folder named {name!r}: expected letters, digits, -, _, . and +; name one, as in "
+                f"{repo}/FOLDER"
+            )
     if address is None or address.revision is not None:
         raise ConfigError(
             f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER, without a revision, such "

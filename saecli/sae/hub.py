@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Self
+from urllib.parse import unquote
 
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
 from ..base.machine import LOG_IN, is_passing, why_refused, why_unreachable
@@ -36,8 +37,8 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or a web page's URL."""
-        if web := _WEB.fullmatch(text):
-            return cls(web[1], web[3] or "", web[2])
+        if web := _WEB.fullmatch(text.partition("?")[0]):
+            return cls(web[1], unquote(web[3] or ""), web[2] and unquote(web[2]))
         path = _PATH.fullmatch(text)
         return None if path is None else cls(path[1], path[3] or "", path[2] or path[4])
 

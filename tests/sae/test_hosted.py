@@ -49,6 +49,8 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
         ("a/b@v1", Address("a/b", "", "v1")),
         ("a/b/c@v1", Address("a/b", "c", "v1")),
         ("a/b@v1/c/d", Address("a/b", "c/d", "v1")),
+        ("https://hub/a/b/tree/refs%2Fpr%2F1/a%20b?x=1", Address("a/b", "a b", "refs/pr/1")),
+        ("https://hub/a/b?library=sae", Address("a/b")),
         ("a/b@refs/pr/3/c", Address("a/b", "c", "refs/pr/3")),
         ("a/b/c@refs/pr/3", Address("a/b", "c", "refs/pr/3")),
         ("a/b/", Address("a/b")),
