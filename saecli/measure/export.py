@@ -124,7 +124,7 @@ def export(
 
 
 def demand_takes_sets(to: str, count: int) -> None:
-    if count > 1 and not (to in FORMATS and FORMATS[to].takes_sets):
+    if count > 1 and not (to in FORMATS and FORMATS[to].demand_set):
         raise ConfigError(
             f"{to} has one SAE in a folder, got {count}: expected circuit-tracer for a set of transcoders, one for "
             "each layer; name one run, or --to circuit-tracer"
@@ -216,10 +216,7 @@ def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
     if address is not None and not address.folder:
         address = Address.parse(f"{repo.rstrip('/')}/{name}")
         if address is None or address.folder != name:
-            raise ConfigError(
-                f"cannot push to a folder named {name!r}: expected letters, digits, -, _, . and +; name one, as in "
-                f"{repo}/FOLDER"
-            )
+            raise ConfigError(f"{name!r} cannot be a folder on the hub; push to {repo}/FOLDER")
     if address is None or address.revision is not None:
         raise ConfigError(
             f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER, without a revision, such "

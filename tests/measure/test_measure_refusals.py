@@ -200,7 +200,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.sparsity, {"sae": "seed-0", "data": some_rows(50, 9)}, "rows of 8 dimensions, got 9"),
     (saecli.sparsity, {"sae": "seed-0", "device": "tpu"}, "device"),
     (saecli.push, {"sae": "seed-0", "repo": "one"}, "cannot push to 'one': expected USER/REPO"),
-    (saecli.push, {"sae": "my run", "repo": "a/b"}, "a folder named 'my run': expected letters"),
+    (saecli.push, {"sae": "my run", "repo": "a/b"}, "'my run' cannot be a folder on the hub"),
     (saecli.export, {"sae": "seed-0", "to": "other", "out": "x"}, "to must be one of saelens, "),
     (saecli.refit, {"sae": random_sae(), "data": HUGE}, "expected finite products"),
     (saecli.stability, {"saes": []}, "expected two or more, got none"),

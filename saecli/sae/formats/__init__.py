@@ -9,12 +9,12 @@
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
 b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
 transcoder with a skip. The header's entry `saecli` is a JSON object with `format_version`, `activation` and `origin`;
-of a nested SAE `prefixes`, numbers of latents; of a crosscoder `widths`; of a transcoder `transcodes`, true.
+it MAY have `prefixes` (numbers of latents) of a nested SAE, `widths` of a crosscoder, and `transcodes`, a boolean.
 
 README.md says what each format can express. To add one, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ class Format:
 
     files: tuple[str, ...]  # patterns of one SAE's, the weights last
     load: Callable[[Path], SavedSAE]  # from a folder, or if `by_layer` from a file
-    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, to a folder; None: only read
+    save: Callable[[SavedSAE, Path], Any] | None = None  # in float32, to a folder; None: only read
     activations: Collection[type[Activation]] = ()  # that `save` can express
     transcoders: Collection[type[Activation]] = ()  # the same of transcoders
     one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
     by_layer: bool = False  # whether a folder has a file of weights, an SAE, for each layer
+    # FormatError unless SAEs, of each what `save` returns, may share a folder; None: it holds one.
+    demand_set: Callable[[Sequence[Any]], None] | None = None
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, last the weights, of several layers' `file`; FormatError if several match."""
@@ -65,11 +67,6 @@ class Format:
                 )
             chosen += matches
         return chosen
-
-    @property
-    def takes_sets(self) -> bool:
-        """Whether a folder that is written may hold several SAEs, one for each layer."""
-        return self.save is not None and self.by_layer
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
@@ -108,13 +105,10 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
         "format_version": NATIVE_VERSION,
         "activation": activation_to_json(saved.sae.activation),
         "origin": saved.origin,
-    }
-    parts = {
         "prefixes": saved.sae.prefixes,
         "widths": saved.sae.widths,
         "transcodes": saved.is_transcoder,
     }
-    header |= {name: part for name, part in parts.items() if part}
     write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
@@ -174,6 +168,7 @@ FORMATS: dict[str, Format] = {
         circuit_tracer.WRITTEN,
         one_width=True,
         by_layer=True,
+        demand_set=circuit_tracer.demand_set,
     ),
     "qwen-transcoders": Format(
         (circuit_tracer.WANDB_CONFIG, circuit_tracer.WEIGHTS),
@@ -273,7 +268,7 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
 
 def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
     """Write SAEs as `save` does; several as a set, one for each layer, if the format takes sets."""
-    form, members = FORMATS[name], []
+    form, members = FORMATS[name], list[Any]()
     if not is_free(folder):
         raise FormatError(
             f"cannot write to {folder}: expected an empty or a new folder; name another"
@@ -288,8 +283,6 @@ def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
                 )
             if name != "native":
                 saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
-            form.save(saved, temporary)
-            if form.takes_sets:
-                members.append((saved.origin["layer"], circuit_tracer.in_common(saved)))
-        if len(members) > 1:
-            circuit_tracer.demand_set(members)
+            members.append(form.save(saved, temporary))
+        if form.demand_set is not None and len(members) > 1:
+            form.demand_set(members)

@@ -63,7 +63,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise FormatError(f"cannot read {path}: {one_line(error)}") from error
 
 
-def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
+def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, Any]]:
+    """Returns what `demand_set` takes."""
     import yaml
 
     sae, config = saved.sae, _config(saved)
@@ -74,6 +75,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
         names |= THRESHOLD
     path = folder / f"layer_{saved.origin['layer']}.safetensors"
     common.write_tensors(path, common.disassembled(sae, names))
+    return saved.origin["layer"], in_common(saved)
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:
@@ -93,14 +95,14 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
         )
     config = {"model_name": origin["model"]} if "model" in origin else {}
     config["model_kind"] = "transcoder_set"
-    for side, site in (("input", origin["site"]), ("output", origin["target_site"])):
-        hook = hooks.hook_in_block(site)
-        if hook is None:
+    for side, of in (("input", ""), ("output", "target_")):
+        name = hooks.hook_name(origin, of)
+        if name is None or ":" in name:
             raise FormatError(
                 f"circuit-tracer cannot name a transcoder's {side}: expected a site such as mlp_in or mlp_out, "
-                f"got {site}; train one on stores of `sae extract --site`, or export it to native"
+                f"got {origin[f'{of}site']}; train one on stores of `sae extract --site`, or export it to native"
             )
-        config[f"feature_{side}_hook"] = hook
+        config[f"feature_{side}_hook"] = name.removeprefix(f"blocks.{origin['layer']}.")
     return config | (
         {"activation": "topk", "k": activation.k} if isinstance(activation, TopK) else {}
     )

@@ -90,7 +90,8 @@ def assemble(
     if gated:
         tensors["threshold"] = tensors.pop("b_gate")
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
-    renamed(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
+    names = (*WEIGHTS, *activation.parameters(1), *skip)
+    tensors = renamed(path, tensors, {name: name for name in names})
     d_sae = _check_shapes(path, tensors, activation, transcodes)
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     copied = [

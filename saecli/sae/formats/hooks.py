@@ -130,14 +130,8 @@ def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
     layer, site = origin.get(f"{of}layer"), origin.get(f"{of}site", "")
     if ":" in site:
         return site if layer is None else f"layers.{layer}.{site}"
-    hook = hook_in_block(site)
-    return f"blocks.{layer}.{hook}" if layer is not None and hook else None
-
-
-def hook_in_block(site: str) -> str | None:
-    """TransformerLens' name of a site after `blocks.L.`, if it has one."""
     hook = HOOKS.get(site, site)
-    return hook if "hook_" in hook else None
+    return f"blocks.{layer}.{hook}" if layer is not None and "hook_" in hook else None
 
 
 def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
@@ -262,20 +256,17 @@ def _folder(model: str | None) -> Path | None:
 
 
 def _family(model: str | None, folder: Path | None) -> Family | None:
-    if folder is not None:
-        return FAMILIES.get(str(_config(folder).get("model_type")))
-    kinds = (kind for name, kind in MODEL_TYPES.items() if model and re.fullmatch(name, model))
-    return FAMILIES.get(next(kinds, ""))
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """The configuration of a language model; empty if it cannot be read."""
+    """A model's family by its configuration on this machine, else by its name on the hub."""
+    if folder is None:
+        kinds = (kind for name, kind in MODEL_TYPES.items() if model and re.fullmatch(name, model))
+        return FAMILIES.get(next(kinds, ""))
     try:
         config = read_json(folder / "config.json", dict[str, Any])
     except (OSError, ValueError):
-        return {}
+        return None
     text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    own = text if isinstance(text, dict) else config
+    return FAMILIES.get(str(own.get("model_type")))
 
 
 def _norms(saved: SavedSAE, family: Family, folder: Path) -> dict[str, Affine]:

@@ -42,7 +42,6 @@ _GEMMA_2 = re.compile(
     r"gemma-scope-2-(\w+-[ip]t)/(?:.*/)?(resid_post|mlp_out|attn_out|transcoder)(?:_all)?"
     r"/layer_(\d{1,9})_\w+?(_affine)?/"
 )
-_HOOK = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
@@ -89,23 +88,15 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "type", "sae", "transcoder")
     common.refuse_unless(path, config, "affine_connection", False, True)
     rows, targets = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
-    origin = {"model": config.get("model_name"), **_origin(rows)}
+    origin = {"model": config.get("model_name"), **hooks.origin_of_module(rows)}
     path = folder / GEMMA_WEIGHTS
     skip = SKIP if config.get("affine_connection", False) else {}
     tensors = common.read_renamed(path, GEMMA_NAMES | skip)
     differ = None not in (rows, targets) and rows != targets
     transcodes = config.get("type") == "transcoder" or bool(skip) or differ
-    origin |= _origin(targets, "target_") if transcodes else {}
+    origin |= hooks.origin_of_module(targets, of="target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     return SavedSAE(sae, common.origin_from(origin), transcodes)
-
-
-def _origin(hook: Any, of: str = "") -> dict[str, Any]:
-    """Layer and site in a hook point's name, as `hooks.origin_of_hook` gives them."""
-    match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
-    if match is None:
-        return {}
-    return {f"{of}layer": int(match[1]), f"{of}site": hooks.site_of(match[2])}
 
 
 LLAMA_CONFIG, LLAMA_WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
