@@ -6,7 +6,7 @@ import typer
 from ..base.errors import ConfigError
 from ..base.options import Option
 from ..geometry import Settings
-from .options import Data, Json, Plot, Runs, SplitName, configured, start
+from .options import SEVERAL, Data, Json, Plot, Runs, SplitName, configured, start
 
 SLICE = Option(
     "Plane of --plot: the first two principal components, or through three rows, by number in the split from 0.",
@@ -35,7 +35,7 @@ def command(
     number of boundaries within --radius of it.
 
     References are fitted on training rows: k-means, and local PCA, the best map that is affine on each of its cells,
-    with the SAE's rank. Several runs make one table.
+    with the SAE's rank. Several runs make one table, and they or a pattern a JSON document with a list "runs".
 
     Example: sae geometry first --plot geometry.png
     """
@@ -67,7 +67,6 @@ def command(
         if plot is not None:
             draw_geometry(plot, result, marked)
             session.console.note(f"drew {plot}")
-    if len(documents) == 1:
-        session.console.print_result(documents[0], geometry_table(documents[0]))
-    else:
-        session.console.print_result({"runs": documents}, geometries_table(documents))
+    document = {"runs": documents} if ctx.meta.get(SEVERAL) else documents[0]
+    table = geometries_table(documents) if len(documents) > 1 else geometry_table(documents[0])
+    session.console.print_result(document, table)

@@ -234,12 +234,19 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
+SEVERAL = "several"  # in `Context.meta`: whether several runs or a pattern were given
+
+
 def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list[str] | None:
     """The runs that are named, or match patterns; RunError before anything slow is imported if there is no run."""
     home = ctx.find_root().obj  # None during completion
     if home and not runs:
         home.runs.find(None)
-    return home.runs.matching(runs) if home and isinstance(runs, list) else runs
+    if not home or not isinstance(runs, list):
+        return runs
+    names = home.runs.matching(runs)
+    ctx.meta[SEVERAL] = len(runs) > 1 or names != runs
+    return names
 
 
 _RUN: dict[str, Any] = {

@@ -2,6 +2,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..base.errors import ConfigError
 from .options import Device, Json, Layer, Model, Module, Run, Site, start
 
 
@@ -55,5 +56,9 @@ def command(
     from ..show.measures import steering_tables
 
     session = start(ctx)
+    if "seed" in session.given and not temperature:
+        raise ConfigError(
+            "--seed does nothing without --temperature; leave it out, or sample at a temperature above 0"
+        )
     document = session.call(steer, sae=run, latents=latent, prompts=prompt)
     session.console.print_result(document, *steering_tables(document))

@@ -107,6 +107,7 @@ def test_several_runs_are_measured_as_each_alone(sae: CommandLine):
     make_run(sae.home, "other", random_sae(Relu(), seed=2))
     done = sae("geometry", "early", "late", "other", "--json")
     assert [run["run"] for run in done.json["runs"]] == ["early", "late", "other"]
+    assert sae("geometry", "e*", "--json").json == {"runs": done.json["runs"][:1]}
     for run in done.json["runs"]:
         assert run == sae("geometry", run["run"], "--json").json
     out = sae("geometry", "early", "late").out

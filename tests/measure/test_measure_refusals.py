@@ -133,6 +133,7 @@ COMMANDS = [
     ("steer first --prompt a --latent 1 --scale nan", 2, "--scale must be finite, got nan"),
     (f"steer first {ONE} --method ablate", 2, "--scale"),
     (f"steer first {ONE} --layer 2", 2, "--layer"),
+    (f"steer first {ONE} --seed 7", 2, "--seed does nothing without --temperature"),
     (f"steer first {ONE} --max-new-tokens 200", 2, "--max-new-tokens must be at most 12"),
     (f"steer first {ONE} --prompt ''", 2, "--prompt"),
     (f"steer first {ONE} --prompt \udcff", 2, "--prompt must not be empty, and in UTF-8"),
