@@ -95,9 +95,7 @@ class RunDocument(Marker):
     solver: Named
     activation: Named
     data_hash: str | None = None  # `Joined.hash` of the stores
-    streamed: dict[str, Any] | None = (
-        None  # origin of rows without a store, which would have been called `data`
-    )
+    streamed: dict[str, Any] | None = None  # the options of rows from a model without a store
     beside: tuple[str, ...] = ()  # names of further stores
     target: str | None = None  # name of the targets' store, if they are not the rows
     result: Result | None = None  # None until it is finished

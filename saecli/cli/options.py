@@ -290,21 +290,14 @@ SplitName = Annotated[
     Literal["test", "train", "all"],
     typer.Option(help="Rows to measure on: test, held out; train, trained on; or all."),
 ]
-SplicedModel = Annotated[
-    str | None,
-    typer.Option(
-        help="Splice the SAE into this language model, which the store's rows came from: hub id, also "
-        "ID@REVISION, folder or GGUF file.",
-        show_default="none",
-    ),
-]
+_SPLICED = (
+    "Splice the SAE into this language model, which the store's rows came from: hub id, also "
+    "ID@REVISION, folder or GGUF file"
+)
+SplicedModel = Annotated[str | None, typer.Option(help=f"{_SPLICED}.", show_default="none")]
 SplicedModels = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Splice the SAE into this language model, which the store's rows came from: hub id, also "
-        "ID@REVISION, folder or GGUF file; once for each model of a crosscoder.",
-        show_default="none",
-    ),
+    typer.Option(help=f"{_SPLICED}; once for each model of a crosscoder.", show_default="none"),
 ]
 Tokens = Annotated[
     int | None,

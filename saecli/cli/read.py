@@ -6,6 +6,8 @@ import typer
 from ..base.errors import ConfigError, one_line
 from .options import PATH, Device, Json, Layer, Model, Module, Run, Site, start
 
+MESSAGES = "a JSON list of messages, each with role and content"
+
 
 def command(
     ctx: typer.Context,
@@ -17,7 +19,7 @@ def command(
     chat: Annotated[
         Path | None,
         typer.Option(
-            help="Read the chat in this file: a JSON list of messages with role and content, for the chat template.",
+            help=f"Read the chat in this file: {MESSAGES}, for the chat template.",
             **PATH,
         ),
     ] = None,
@@ -80,11 +82,13 @@ def command(
 def _file(text: Path | None, chat: Path | None) -> Any:
     from ..base.documents import read_json
 
-    path, expected = text, "a text in UTF-8"
     try:
-        if path is not None:
-            return path.read_text(encoding="utf-8-sig")
-        path, expected = chat, "a JSON list of messages, each with role and content"
-        return read_json(Path(str(chat)), list[dict[str, Any]])
+        if text is not None:
+            return text.read_text(encoding="utf-8-sig")
+        assert chat is not None  # one of them is given
+        return read_json(chat, list[dict[str, Any]])
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {one_line(error)}; expected {expected}") from error
+        expected = MESSAGES if text is None else "a text in UTF-8"
+        raise ConfigError(
+            f"cannot read {text or chat}: {one_line(error)}; expected {expected}"
+        ) from error

@@ -2,7 +2,7 @@
 
 An accumulator takes any number of batches in constant memory. Sums are float64 and stay on the batches' device:
 nothing synchronises with it until `result`. A latent fires on a row if its code is not zero.
-Shapes: B rows, D = d_in, F = d_sae, L prefixes.
+Shapes: B rows, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
 import math
@@ -19,7 +19,7 @@ from .codes import Codes, Prefixes
 from .dictionary import Batch, Dictionary
 
 Watch = Callable[[Codes], None]
-Massive = Callable[[Tensor], Tensor]  # of rows, (B, D), those of massive norm, (B,) bool
+Massive = Callable[[Tensor], Tensor]  # of rows, (B, E), those of massive norm, (B,) bool
 MASSIVE_VARIANCE = 0.05  # fraction of the variance from which rows of massive norm are told
 CPU = torch.device("cpu")
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
@@ -32,10 +32,10 @@ class _Variance:
     Pairwise Algorithm for Computing Sample Variances", 1979), precise also for a large mean.
     """
 
-    def __init__(self, d_in: int, device: torch.device) -> None:
-        # On the device: to read it is to wait.
+    def __init__(self, d_out: int, device: torch.device) -> None:
+        # On the device: reading it would make the host wait for the GPU.
         self.rows = torch.zeros((), dtype=torch.float64, device=device)
-        self.mean = torch.zeros(d_in, dtype=torch.float64, device=device)
+        self.mean = torch.zeros(d_out, dtype=torch.float64, device=device)
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # scatter, squared error
 
     @property
@@ -43,7 +43,7 @@ class _Variance:
         return float(self.sums[1] / self.sums[0])
 
     def update(self, x: Tensor, errors: Tensor, taken: Tensor) -> None:
-        """Take rows, (B, D), and their squared errors, (B,), in float64, where `taken`, (B,), is 1, else 0."""
+        """Take rows, (B, E), and their squared errors, (B,), in float64, where `taken`, (B,), is 1, else 0."""
         count = taken.sum()
         total = self.rows + count
         mean = taken @ x / count.clamp(min=1)
@@ -64,14 +64,14 @@ class _Variance:
 
 
 class Reconstruction:
-    """Errors of reconstructions `x_hat` of rows `x` through codes `z`.
+    """Errors of predictions `x_hat` of rows `x`, a transcoder's targets, through codes `z`.
 
     fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
     """
 
     def __init__(
         self,
-        d_in: int,
+        d_out: int,
         d_sae: int,
         prefixes: Prefixes = (),
         massive: Massive | None = None,
@@ -82,13 +82,13 @@ class Reconstruction:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # cosine, l0, l1
         # Squared error, l0.
         self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64, device=device)
-        self._all = _Variance(d_in, device)
-        self._ordinary = _Variance(d_in, device)  # of the rows that are not massive
+        self._all = _Variance(d_out, device)
+        self._ordinary = _Variance(d_out, device)  # of the rows that are not massive
         self._fired = torch.zeros(d_sae, dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
-        """Takes rows and reconstructions, (B, D), codes, (B, F), and reconstructions by prefix, (B, L, D)."""
+        """Takes rows and reconstructions, (B, E), codes, (B, F), and reconstructions by prefix, (B, L, E)."""
         if not len(x):
             return
         self.rows += len(x)

@@ -13,14 +13,7 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.documents import read_run
-from ..base.errors import (
-    ConfigError,
-    PeerError,
-    SaeError,
-    StoreError,
-    counted,
-    did_you_mean,
-)
+from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
 from ..base.files import expanded, lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
