@@ -13,7 +13,7 @@ import typer
 
 from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
-from ..base.files import demand_place, expanded, is_free
+from ..base.files import demand_place, expanded, is_free, partial_path
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
 from ..extract.options import Site as SiteName
@@ -374,8 +374,9 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
             f"cannot write to {new}: expected an empty or a new folder, got one in use; name another"
         )
     if new is not None:
-        existing = next(folder for folder in (new, *new.absolute().parents) if folder.is_dir())
-        demand_place(existing / "index.html")
+        folders = [*reversed(new.absolute().parents), new]
+        missing = [folder for folder in folders if not folder.exists()]
+        demand_place(missing[0] if missing else partial_path(new))
     for path in (plot, html):
         if path is not None:
             demand_place(Path(path))

@@ -38,6 +38,7 @@ WRONG = [
     ("geometry x --plot new/a.png", "LAST"),
     ("export run --to onnx --out out", "--to"),
     ("export run --to saelens --out folder.png", "LAST"),
+    ("export run --to saelens --out file.png/out", "there is no folder file.png"),
     ("import digits --shard-rows 0", "--shard-rows"),
     ("import digits --shard-rows 4294967296", "--shard-rows"),
     ("import digits --l0 3", "--l0"),
