@@ -142,15 +142,10 @@ def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
     if name.endswith(ENDINGS):
         return {f"{of}layer": int(match[1]), f"{of}site": match[2]}
     module = ".".join(part for part in (match[2], side) if part)
-    return {f"{of}layer": int(match[1]), f"{of}site": site_of(module)}
-
-
-def site_of(module: str) -> str:
-    """The site that a module of a block is, named with `.input` or `.output` at the end; else its name and side."""
     path, _, end = module.rpartition(".")
     if end in SIDES:
         module = f"{path}:{SIDES[end]}"
-    return MODULES.get(module, module)
+    return {f"{of}layer": int(match[1]), f"{of}site": MODULES.get(module, module)}
 
 
 def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
