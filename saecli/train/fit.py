@@ -115,6 +115,8 @@ def fit(
     for note in training.notes():
         listener.note(note)
     sae.metadata = plan.settings() | _origin(rows, plan.training)
+    if target is not None:
+        sae.metadata["transcodes"] = True
     return sae
 
 

@@ -133,6 +133,9 @@ def test_arrays_are_fitted_and_measured_with_their_targets():
     found = saecli.evaluate(trained, x, target=y)["fvu"]
     expected = fvu(trained(torch.from_numpy(x)), torch.from_numpy(y))
     assert found == pytest.approx(expected, rel=1e-4)
+    of_one_width = saecli.fit(x, target=x + 1, act="topk", k=4, d_sae=24, epochs=1)
+    with pytest.raises(ConfigError, match="is a transcoder"):
+        saecli.evaluate(of_one_width, x)
     with pytest.raises(ConfigError, match="target must have as many rows"):
         saecli.fit(x, target=y[:1000], act="topk", k=4)
 
