@@ -29,12 +29,13 @@ def make_meta(
 ) -> StoreMeta:
     """A small store's meta."""
     defaults = {
+        "request_hash": "request",
         "source": {"dataset": "test"},
         "shard_rows": 100,
         "chunk_rows": 8,
         "sources": dict.fromkeys(sources, 0),
     }
-    return StoreMeta(request_hash="request", dtype=dtype, d_in=d_in, **defaults | fields)
+    return StoreMeta(dtype=dtype, d_in=d_in, **defaults | fields)
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from homes import CommandLine
 
-from saecli.cli.main import COMMANDS
+from saecli.cli.main import COMMANDS, load_command
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDERS = [ROOT / name for name in ("saecli", "tests", "examples")]
 READMES = sorted(path for folder in FOLDERS for path in folder.rglob("README.md"))
@@ -98,17 +98,42 @@ def test_figures_of_the_bundled_model_are_those_measured():
     assert measured["held_out_cross_entropy"] < 0.6 * measured["unigram_cross_entropy"]
 
 
-@pytest.mark.parametrize(
+def links_of(readme: Path) -> list[tuple[Path, str]]:
+    """The files that it links to, each with the anchor of a heading in it, or none."""
+    text = readme.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text)
+    return [(readme.parent.joinpath(path).resolve() if path else readme, to) for path, to in links]
+
+
+def anchors_of(readme: Path) -> set[str]:
+    """The anchors that GitHub gives its headings."""
+    headings = re.findall(r"^#+ (.*)$", readme.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+each_readme = pytest.mark.parametrize(
     "readme", [ROOT / "README.md", *READMES], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_every_file_named_or_linked_exists(readme: Path):
+
+
+@each_readme
+def test_every_file_named_or_linked_exists_with_its_heading(readme: Path):
     text = readme.read_text(encoding="utf-8")
     named = [ROOT / path for path in re.findall(r"`((?:saecli|tests|examples)/[\w/.]+)`", text)]
-    linked = [readme.parent / path for path in re.findall(r"\]\((?!https://)([^)#]+)\)", text)]
+    links = links_of(readme)
+    linked = [path for path, _ in links]
     assert [path for path in named + linked if not path.exists()] == []
+    assert [(path, to) for path, to in links if to and to not in anchors_of(path)] == []
+
+
+@each_readme
+def test_every_command_has_a_name_and_options_that_the_command_line_takes(readme: Path):
+    text = readme.read_text(encoding="utf-8").replace("\\\n", "")
+    for command in re.findall(r"(?:^ *|&& )(sae \w.*?)(?= && |$)", text, re.MULTILINE):
+        _, name, *words = shlex.split(command, comments=True)
+        load_command(name).make_context(name, words)
 
 
 def test_the_readme_links_to_every_other_and_takes_two_minutes():
     assert len(README.splitlines()) <= 220
-    linked = {ROOT / path for path in re.findall(r"\]\((?!https://)([^)#]+)\)", README)}
-    assert linked >= set(READMES)
+    assert {path for path, _ in links_of(ROOT / "README.md")} >= set(READMES)

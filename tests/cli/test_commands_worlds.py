@@ -1,7 +1,5 @@
 """Worlds of known features; `sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -23,17 +21,6 @@ CONFIG = SyntheticConfig(features=FEATURES, d_in=WIDTH, l0=4, rows=ROWS)
 
 def opened(sae: CommandLine, name: str = "synthetic") -> ActivationStore:
     return ActivationStore.open(sae.home / "activations" / name)
-
-
-def contents(store: ActivationStore) -> dict[str, bytes]:
-    """The bytes of what the store's folder holds; of `store.json` all but times."""
-    files = {
-        str(path.relative_to(store.path)): path.read_bytes()
-        for path in store.path.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
-    }
-    files["store.json"] = re.sub(rb'"created": "[^"]*"', b"", files["store.json"])
-    return files
 
 
 def truth_of(store: ActivationStore, which: str = "all") -> np.ndarray:

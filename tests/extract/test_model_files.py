@@ -23,7 +23,6 @@ from saecli.extract.model_source import find_model
 from saecli.extract.texts import STDLIB_DOCS, TextSource
 
 WEIGHTS = "model.safetensors"
-TEXT = "\n\n".join("abcdefghijk" * length for length in range(1, 9))
 
 
 @pytest.fixture

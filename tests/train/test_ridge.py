@@ -53,9 +53,6 @@ weighted = pytest.mark.parametrize(
     "weights", [*WEIGHTS.values(), (0.0, 2.0, 0.3, 5.0)], ids=[*WEIGHTS, "no alpha"]
 )
 both = pytest.mark.parametrize("kind", ["sums", "held rows"])
-factorised = pytest.mark.parametrize(
-    ("kind", "prefixes"), [("sums", ()), ("held rows", ()), ("sums", PREFIXES)]
-)
 
 
 def beside(rows: int) -> torch.Tensor:

@@ -34,7 +34,6 @@ from saecli.train.solver import Solver, directions_of_worst
 from saecli.train.start import default_learning_rate
 
 FREE = Pam(alpha=0.5)
-KINDS = [Sgd(), PamSgd(), Pam()]
 
 
 @pytest.fixture
