@@ -199,6 +199,14 @@ class Done:
             assert words in self.err or words in told, self.err
         return self
 
+    def fails_in_one_sentence(self, status: int, *said: str) -> "Done":
+        """As `fails`, with nothing on stdout; the sentence is stderr's last line, unless Typer shows the usage."""
+        if status == 1 or "Usage: " not in self.err:
+            lines = self.err.splitlines()
+            assert [line for line in lines if line.startswith("sae: ")] == lines[-1:], self.err
+        assert self.out == ""
+        return self.fails(status, *said)
+
 
 @dataclass(frozen=True)
 class CommandLine:

@@ -37,6 +37,7 @@ def command(
             f"remove {counted(len(entries), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True
         )
         if not (answer := sys.stdin.readline()):
+            print(file=sys.stderr)  # so that the sentence has a line of its own
             raise ConfigError("--yes is needed where nobody can be asked; give it to remove them")
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")

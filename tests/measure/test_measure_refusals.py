@@ -185,8 +185,8 @@ def test_exit_status_and_one_sentence(
     sae: CommandLine, home: Path, line: str, status: int, said: str
 ):
     before = sorted(path for path in home.rglob("*") if path.name != ".lock")
-    done = replace(sae, home=home)(*shlex.split(line.format(home=home))).fails(status, said)
-    assert done.out == ""
+    done = replace(sae, home=home)(*shlex.split(line.format(home=home)))
+    done.fails_in_one_sentence(status, said)
     assert sorted(path for path in home.rglob("*") if path.name != ".lock") == before
 
 
