@@ -55,7 +55,10 @@ def main(
         saes = by_saelens(saelens_python, rows, case, rate, steps, seed)
     for line, sae in saes:
         measures = saecli.evaluate(sae, rows, model=model, tokens=tokens, home=home)
-        print(json.dumps(line | {key: round(measures[key], 4) for key in MEASURED}), flush=True)
+        rounded = {
+            key: None if measures[key] is None else round(measures[key], 4) for key in MEASURED
+        }
+        print(json.dumps(line | rounded), flush=True)
 
 
 def ours(

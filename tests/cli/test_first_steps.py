@@ -20,14 +20,11 @@ from saecli.extract.options import BUNDLED
 
 
 def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
-    sentences = {
-        "train": "no activation store in",
-        "eval": "no run in",
-        "export --to saelens": "no run in",
-        "export --out there --to saelens": "no run in",
-        "steer": "no run in",
-        "read --prompt a": "no run in",
-    }
+    no_store = "no activation store in home/activations yet; make one with `sae extract`"
+    no_run = "no run in home/runs yet; make one with `sae train`"
+    sentences = {"train": no_store, "eval": no_run, "geometry": no_run, "steer": no_run}
+    sentences |= dict.fromkeys(("export --to saelens", "read --prompt a"), no_run)
+    sentences["export --out there --to saelens"] = no_run
     code = (
         f"import sys\nfrom saecli.cli.main import main\nfor line in {[*sentences]}:\n"
         "    sys.argv = ['sae', '--home', 'home', *line.split()]\n"
