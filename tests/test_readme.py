@@ -138,6 +138,7 @@ def test_every_command_and_function_is_one_that_users_have(readme: Path):
     assert {*re.findall(r"\bsaecli\.(\w+)\(", text)} <= {*saecli.__all__}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["features", "real", "training_speed"])
 def test_benchmarks_begin_and_say_their_options(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

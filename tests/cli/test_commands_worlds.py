@@ -1,5 +1,7 @@
 """Worlds of known features; `sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -28,11 +30,12 @@ def truth_of(store: ActivationStore, which: str = "all") -> np.ndarray:
 
 
 def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
-    document = sae("import", "synthetic", *SMALL, "--shard-rows", "700", "--json").json
+    words = ("import", "synthetic", *SMALL, "--zipf", "0.8", "--shard-rows", "700", "--json")
+    document = sae(*words).json
     values = [document[name] for name in ("name", "rows", "d_in", "shards")]
     assert values == ["synthetic", ROWS, WIDTH, 5]
     assert document["source"]["features"] == FEATURES and not document["cached"]
-    store, world = opened(sae), world_of(CONFIG)
+    store, world = opened(sae), world_of(replace(CONFIG, zipf=0.8))
     codes = world.codes(0, 0)[:ROWS]
     np.testing.assert_array_equal(collect(store.split("all").sequential(100)), world.rows(codes))
     np.testing.assert_array_equal(truth_of(store), codes.toarray() > 0)

@@ -95,11 +95,13 @@ def brief(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("brief")
-def test_demo_runs_the_chain_and_names_its_pictures(sae: CommandLine):
-    done = sae("demo").succeeds()
+def test_demo_runs_the_chain_and_names_its_pictures(sae: CommandLine, tmp_path: Path):
+    done = sae("demo --pictures", tmp_path / "pictures").succeeds()
     printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
     assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
-    assert all((sae.home / path).exists() for path in done.out.partition("pictures:")[2].split())
+    named = [Path(path) for path in done.out.partition("pictures:")[2].split()]
+    assert all(path.exists() for path in named)
+    assert {*(tmp_path / "pictures").iterdir()} < {*named}
 
 
 def test_from_text_to_an_understood_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

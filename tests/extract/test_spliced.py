@@ -288,7 +288,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (steerable(), {}, "sae records no hook point; give it as a key"),
     ({(0, "resid_post"): at(MIDDLE)}, {}, "--layer must be 1, as sae says, got 0"),
-    ({(0, "middle"): steerable()}, {}, "site must be one of|no site|unknown"),
+    ({(0, "middle"): steerable()}, {}, "--site must be one of resid_post, "),
     ([at(MIDDLE), at(MIDDLE)], {}, "both replace layer 1, resid_post"),
     ([at(MIDDLE), at(MLP)], {"change": halved}, r"mapping .* with 2 SAEs, got one function"),
     (at(MIDDLE), {"change": {"mine": halved}}, "change names 'mine': expected keys of the SAEs, 0"),
@@ -296,7 +296,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (at(MIDDLE), {"change": lambda z: z[0]}, r"\(2, 7, 20\), got \(7, 20\)"),
     (at(BACKWARDS), {}, "reads layer 2, mlp_in after layer 1, mlp_out"),
     (at({"layer": 3, "site": "resid_post"}), {}, "--layer must be from 0 to 2"),
-    (random_sae(d_in=WIDTH + 1), {}, "records no hook point"),
+    (
+        {(1, "resid_post"): random_sae(d_in=WIDTH + 1)},
+        {},
+        "expected an SAE of the model's width, 16, got 17",
+    ),
 ]
 
 

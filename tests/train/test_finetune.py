@@ -1,10 +1,12 @@
 """`sae finetune`: an SAE trained on through its language model, against plain torch on a small real model."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from homes import (
@@ -26,11 +28,13 @@ from transformers import LlamaForCausalLM
 from tuning import LENGTH, written_texts
 
 import saecli
+from saecli.base.console import Silent
+from saecli.base.home import Home
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import JoinedRows
 from saecli.train import through
-from saecli.train.finetune import TRAINED
+from saecli.train.finetune import TRAINED, Opened, Settings
 from saecli.train.runs import read_metrics
 
 LAYER, F = 1, 32
@@ -87,9 +91,9 @@ def begun(home: Path, activation: Any) -> SAE:
 
 
 def loss_and_gradient(
-    model: Path, sae: SAE, store: saecli.ActivationStore, weight: float
+    model: Path, sae: SAE, store: saecli.ActivationStore, objective: str, weight: float
 ) -> tuple[float, Tensor]:
-    """KL plus the weighted FVU, in float64, and its gradient in the decoder, by plain torch."""
+    """The objective plus the weighted FVU per row, in float64, and its gradient in the decoder, by plain torch."""
     windows = store.split("train", fraction=TRAINED).windows()
     ids = torch.tensor([token_ids.tolist() for token_ids, _ in windows])
     llama = LlamaForCausalLM.from_pretrained(model).double()
@@ -103,18 +107,23 @@ def loss_and_gradient(
     wanted, ((_, y, _),) = logits(lambda number, x, y: y)
     got, _ = logits(lambda number, x, y: but_first(y, exact(y)))
     wanted, rows = wanted.detach(), y[:, 1:].flatten(0, 1).detach()
-    kl = (wanted.exp() * (wanted - got)).sum(-1)[:, 1:].mean()
+    if objective == "kl":
+        total = (wanted.exp() * (wanted - got)).sum(-1)[:, 1:].sum()
+    else:
+        predictions = got[:, 1:-1].flatten(0, 1)
+        total = functional.nll_loss(predictions, ids[:, 2:].flatten(), reduction="sum")
     fvu = (exact(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()
-    loss = kl + weight * fvu
+    loss = total / len(rows) + weight * fvu
     return loss.item(), torch.autograd.grad(loss, exact.W_dec)[0]
 
 
-def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, model):
+@pytest.mark.parametrize("objective", ["kl", pytest.param("ce", marks=pytest.mark.slow)])
+def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, model, objective):
     old = begun(home, TopK(k=4))
-    words = "finetune old --tokens 3075 --only decoder --fvu-weight 2 --lr 1e-3 --name new --json"
-    sae(*words.split()).succeeds()
+    words = "finetune old --tokens 3075 --only decoder --fvu-weight 2 --lr 1e-3 --name new"
+    sae(words, "--objective", objective).succeeds()
     store = saecli.open_store("resid_post", home)
-    loss, gradient = loss_and_gradient(model, old, store, 2.0)
+    loss, gradient = loss_and_gradient(model, old, store, objective, 2.0)
     (line,) = [line for line in read_metrics(home / "runs" / "new") if "loss" in line]
     assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["batch_l0"] == 4
     tuned = weights(home, "new")
@@ -205,6 +214,27 @@ def test_a_run_is_resumed_in_the_precision_that_it_was_begun_in(sae, home):
     signalled(home, [*words, "--name", "killed"], "checkpoint.safetensors", 2)
     assert sae("finetune", "--resume").status == 0
     assert_same_weights(home, "whole", "killed")
+
+
+@pytest.mark.slow
+def test_texts_are_read_from_a_column_in_the_proportions_asked_for(sae, home, tmp_path):
+    begun(home, TopK(k=4))
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        file.write_text(json.dumps({"text": "c", "body": file.stem * LENGTH}) + "\n")
+        file.write_text(file.read_text() * 400)
+    text = {"dataset": [*map(str, files)], "mix": (3.0, 1.0), "text_column": "body"}
+    settings = Settings.of({"tokens": 4000, **text})
+    windows = Opened.open(Home.at(home), "old", settings, None, Silent()).text.train
+    tokens = np.concatenate([window.token_ids[window.is_row] for window in windows])
+    _, counts = np.unique(tokens, return_counts=True)
+    assert (counts / len(tokens)).tolist() == pytest.approx(
+        [0.75, 0.25], abs=0.05
+    )  # of some 270 documents
+    (tmp_path / "a.txt").write_text("a")
+    for option in ("mix", "text-column", "dataset-config", "dataset-split", "dataset-revision"):
+        words = ("finetune", "old", "--dataset", tmp_path / "a.txt", f"--{option}", "1")
+        sae(*words).fails(2, f"--{option} does nothing with the dataset")
 
 
 def test_windows_of_a_text_begin_as_those_of_the_saes_rows(sae, home, model, options, tmp_path):

@@ -221,10 +221,12 @@ def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
 
 @pytest.mark.slow
 def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
-    texts = [f"A text number {number}, about {number**2}.\n\n" * 3 for number in range(60)]
+    files = (sae.home / "notes.txt", sae.home / "more.txt")
     sae.home.mkdir(exist_ok=True)
-    (sae.home / "notes.txt").write_text("".join(texts))
-    options = {"model": "tiny-gemma2", "dataset": str(sae.home / "notes.txt"), "rows": 1500}
+    for file in files:
+        texts = [f"{file.stem} number {number}, about {number**2}." for number in range(180)]
+        file.write_text("\n\n".join(texts))
+    options = {"model": "tiny-gemma2", "dataset": tuple(map(str, files)), "rows": 1500}
     stream, _ = open_stream(
         ExtractConfig(**options),
         given=options.keys(),
@@ -235,8 +237,9 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
     )
     with LiveRows(stream, 1000, 0, 100, Silent()) as live:
         (found,), tested = live.sequential(10_000), live.test_rows
-    words = " ".join(f"--{name} {value}" for name, value in options.items())
-    document = sae(f"extract {words} --layer 1 --site mlp_out --json").json
+    words = f"extract --model tiny-gemma2 --layer 1 --site mlp_out --rows {options['rows']} --json"
+    document = sae(words, "--dataset", files[0], "--dataset", files[1]).json
+    assert [*document["sources"].values()] == pytest.approx([750, 750], rel=0.05)
     store = ActivationStore.open(Path(document["path"]))
     assert store.name == stream.name and store.meta.source == stream.origin
     (train,), (test,) = (store.split(which).sequential(10_000) for which in ("train", "test"))

@@ -151,6 +151,19 @@ def test_normalisations_match_numpy():
         assert fitted.variance.item() == pytest.approx(spread.item())
 
 
+def test_the_order_of_the_rows_has_a_seed_of_its_own(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    words = "train --solver sgd --act topk --k 3 --d-sae 24 --batch-size 64 --steps 1 --lr 1e-9"
+    losses = []
+    for name in ("0", "1"):
+        sae(words, "--shuffle-seed", name, "--name", name).succeeds()
+        losses += [
+            line["loss"] for line in read_metrics(sae.home / "runs" / name) if "loss" in line
+        ]
+    assert_same_weights(sae.home, "0", "1", atol=1e-6)
+    assert len(losses) == len({*losses}) == 2
+
+
 def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     first, second = (sae("train", *QUICK).json["run"] for _ in range(2))
