@@ -35,6 +35,7 @@ sys.path.append(str(EXAMPLES))
 from cross_layer import LayerSet, export, main, moments_of, on_held_out_rows  # noqa: E402
 from cross_layer_decoder import Moments, left_out, solve  # noqa: E402
 from cross_layer_descent import Descent  # noqa: E402
+from cross_layer_descent import main as main_of_descent  # noqa: E402
 
 LAYERS, ROWS, E, ALPHA = 3, 200, 4, 0.1
 SIZES = (5, 3, 6)
@@ -269,6 +270,26 @@ def test_descent_and_closed_form_each_lower_the_error_of_training_rows(trained: 
     assert np.mean([old["l0"], new["l0"]], 1) == pytest.approx(8, rel=0.02)  # k
     loaded = saecli.load_sae("t-m-l0-mlp_in", trained)
     assert torch.equal(before.saes[0].W_enc, loaded.W_enc)  # not changed in place
+
+
+@pytest.mark.slow
+def test_the_script_of_descent_begins_at_the_decoders_in_closed_form(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    make_set(trained, "relu", Relu())
+    layers = LayerSet.of(Home.at(trained), ["relu-*"], Silent())
+    begun = on_held_out_rows(layers, solve(moments_of(layers, Silent()), 1.0))
+    words = ["relu-*", "--home", trained, "--model", TINY_GEMMA2, "--tokens", TOKENS]
+    words += ["--rounds", 1, "--growth", 1]
+    monkeypatch.setattr(sys, "argv", ["cross_layer_descent.py", *map(str, words)])
+    main_of_descent()
+    *_, first, last = (
+        line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()
+    )
+    assert first[:2] == ["1", "0"] and last[:2] == ["1", "1"]
+    assert float(first[2]) == pytest.approx(np.mean(begun["fvu"]), rel=1e-3)
+    assert float(last[2]) < float(first[2])
+    assert float(last[5]) > 0  # KL
 
 
 @pytest.mark.slow

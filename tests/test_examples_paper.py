@@ -71,6 +71,22 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
     assert all((tmp_path / path).exists() for path in re.findall(r"\]\(([^)]*)\)", written))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("section", "written"),
+    [
+        ("diffing", ["found.png", "pages/index.html", "sparsity.png"]),
+        ("targets", ["transcoders.txt", "pages/index.html", "crosscoder.png"]),
+    ],
+)
+def test_quick_forms_without_claims_write_their_files(
+    section: str, written: list[str], tmp_path: Path
+):
+    done = script(section, "--quick", "--out", "results", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in written if not (tmp_path / "results" / name).exists()] == []
+
+
 def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Some words of bash after common.sh."""
     return captured(
