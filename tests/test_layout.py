@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import modeling_utils
 
-from saecli.base.devices import _Cast
+from saecli.base.devices import products_in
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
@@ -203,7 +203,7 @@ def test_the_processor_says_whether_it_multiplies_bfloat16():
 
 def test_a_dispatch_mode_sees_the_products_of_a_backward_pass():
     left, right = torch.randn(3, 5, requires_grad=True), torch.randn(5, 2)
-    with _Cast():
+    with products_in("bf16"):
         (left @ right).sum().backward()
     expected = (torch.ones(3, 2).bfloat16() @ right.T.bfloat16()).float()
     torch.testing.assert_close(left.grad, expected, rtol=0, atol=0)

@@ -22,11 +22,6 @@ TEXT = "\n\n".join("abcdefghijk" * (1 + number % 7) for number in range(60))
 EXTRACT = ("extract", "--model", MODEL, "--rows", "300", "--layer", "1")
 
 
-@pytest.fixture(autouse=True)
-def no_answer_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_answers", {})
-
-
 @pytest.fixture
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = save_model(tmp_path_factory.mktemp("llama"), "llama")
@@ -34,12 +29,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a hub that takes connections and never answers."""
+def listening() -> Iterator[socket.socket]:
+    """Takes connections and never answers."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield listening
+
+
+@pytest.fixture
+def silent(listening: socket.socket) -> str:
+    """The address of a hub that never answers."""
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 def offline(monkeypatch: pytest.MonkeyPatch, how: str, silent: str) -> None:
@@ -50,7 +51,6 @@ def offline(monkeypatch: pytest.MonkeyPatch, how: str, silent: str) -> None:
         address = "http://hub.invalid" if how == "name" else silent
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(machine, "_answers", {})
 
 
 def described(home: Path, store: str) -> dict[str, Any]:
@@ -117,13 +117,20 @@ def test_a_model_that_is_not_for_everyone_is_refused(
         find_model(MODEL)
 
 
-def test_a_silent_hub_is_asked_once_and_not_for_long(hub: ModelHub, silent, monkeypatch):
+def test_a_silent_hub_is_asked_once_and_not_for_long(hub: ModelHub, listening, silent, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", silent)
     monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.3)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"reached \(no (answer|connection).* 127.0.0.1"):
             find_model(MODEL)
-    assert list(machine._answers) == [silent]
+    listening.settimeout(0)
+    requests = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            connection, _ = listening.accept()
+            with connection:
+                requests += b"HEAD" in connection.recv(1000)
+    assert requests == 1
 
 
 def test_a_folder_is_its_files_with_their_times(tmp_path: Path):

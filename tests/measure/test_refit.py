@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +34,22 @@ from saecli.sae.activations import ACTIVATIONS, JumpRelu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import load_native, save_native
 from saecli.store.split import is_test
+from saecli.train.ridge import plan
 from saecli.train.rows import ArrayRows
 
 
 def solved(sae: SAE, rows: np.ndarray) -> decoder.Refitted:
     return refit_decoder(sae, ArrayRows(rows), Silent())
+
+
+class CountedRows(ArrayRows):
+    """Rows that count how often they are read."""
+
+    reads = 0
+
+    def sequential(self, *arguments: Any) -> Any:
+        self.reads += 1
+        return super().sequential(*arguments)
 
 
 def demand_least_squares(sae: SAE, rows: np.ndarray, *prefixes: tuple[int, ...]):
@@ -109,15 +121,22 @@ def test_without_room_for_its_matrix_the_decoder_is_solved_by_iteration(monkeypa
     x = torch.from_numpy(rows)
     direct = solved(sae, rows)
     assert math.isnan(direct.decoder.residual)
-    beside = 16 * 3000 * 404 + 12 * 4096 * 400
-    for spare in (900_000, 1_250_000):  # codes read again in each iteration; kept
-        monkeypatch.setattr(decoder, "free_memory", lambda device, spare=spare: beside + spare)
-        refitted = solved(sae, rows)
+    reads = []
+    for memory in (200_000, 900_000):  # codes read again in each iteration; kept
+
+        def in_memory(*sizes: Any, memory: int = memory, **more: Any) -> Any:
+            return plan(*sizes[:3], memory, **more)
+
+        monkeypatch.setattr(decoder, "plan", in_memory)
+        counted = CountedRows(rows)
+        refitted = refit_decoder(sae, counted, Silent())
         assert 0 <= refitted.decoder.residual < 2e-4
         alpha.append(refitted.decoder.alpha)
+        reads.append(counted.reads)
         assert fvu(refitted.sae(x), x) == pytest.approx(fvu(direct.sae(x), x), rel=0.02)
     assert alpha[0] == pytest.approx(alpha[1])
-    monkeypatch.setattr(decoder, "free_memory", lambda device: beside)
+    assert reads[0] > 10 and reads[1] == 2, reads
+    monkeypatch.setattr(decoder, "free_memory", lambda device: 0)
     with pytest.raises(saecli.SaeError, match="refitting 400 latents needs"):
         solved(sae, rows)
     assert free_memory(torch.device("cpu"), 2) < free_memory(torch.device("cpu"))

@@ -25,6 +25,7 @@ from tiny_models import WIDTH, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 from tuning import LENGTH, written_texts
 
 import saecli
@@ -33,7 +34,6 @@ from saecli.base.home import Home
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import JoinedRows
-from saecli.train import through
 from saecli.train.finetune import TRAINED, Opened, Settings
 from saecli.train.runs import read_metrics
 
@@ -299,16 +299,16 @@ def test_two_processes_train_what_one_does(sae, home):
 
 def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
     begun(home, TopK(k=4))
-    descend_part = through.ThroughModel._descend_part
+    forward = LlamaMLP.forward
     words = ("finetune", "old", "--tokens", "3000", "--json")
     assert sae(*words, "--name", "plenty").status == 0
 
-    def scarce(self: Any, batch: Any, windows: list[list[int]]) -> Tensor:
-        if len(windows) > 60:
+    def scarce(self: LlamaMLP, x: Tensor) -> Tensor:
+        if x.requires_grad and len(x) > 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return descend_part(self, batch, windows)
+        return forward(self, x)
 
-    monkeypatch.setattr(through.ThroughModel, "_descend_part", scarce)
+    monkeypatch.setattr(LlamaMLP, "forward", scarce)
     done = sae(*words, "--name", "scarce")
     assert "for lack of memory" in done.err
     assert_same_weights(home, "plenty", "scarce", rtol=1e-3, atol=1e-5)

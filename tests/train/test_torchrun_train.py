@@ -38,13 +38,11 @@ OTHERS = [name for name in VARIANTS if name not in IN_CI]
 PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\nclip_norm = 0.5\n"
 
 WITHOUT_MEMORY = """
-import sys, saecli.train.ridge
+from dataclasses import replace
+from saecli.train import ridge
 
-method = sys.modules["saecli.train.ridge.solve"].Method
-init = method.__init__
-method.__init__ = lambda self, kind, bytes, budget=0.0, *more, **named: init(
-    self, kind, bytes, 0.0, *more, **named
-)
+plan = ridge.plan
+ridge.plan = lambda *sizes, **more: replace(plan(*sizes, **more), budget=0.0)
 """
 
 

@@ -24,7 +24,7 @@ from storing import memory_folder
 
 from saecli.base.files import lock_folder
 from saecli.sae.activations import JumpRelu, TopK
-from saecli.train.loop import Loop
+from saecli.store.reader import Rows
 from saecli.train.runs import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
@@ -198,10 +198,10 @@ def test_a_stopped_sweep_says_how_it_goes_on(
 ):
     make_store(sae.home, "rows", some_rows(1000))
 
-    def stopped(self: Loop) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Loop, "_train", stopped)
+    monkeypatch.setattr(Rows, "batches", stopped)
     done = sae("train", *QUICK, "--seed", "0", "--seed", "1", *name)
     assert done.status == 130
     assert ("the same command again resumes this sweep" in done.err) == resumes
