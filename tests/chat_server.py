@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +19,7 @@ class ChatServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []  # Authorization of each
         self.failing: list[Failure] = []  # what the next requests are answered with instead
-        self.seconds = 0.0  # that an answer takes
+        self.wait: Callable[[], object] = lambda: None  # before an answer
         self.running = self.most = 0  # requests at once
         self.lock = threading.Lock()
 
@@ -43,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
             failure = server.failing.pop(0) if server.failing else None
             server.running += 1
             server.most = max(server.most, server.running)
-        time.sleep(server.seconds)
+        server.wait()
         with server.lock:
             server.running -= 1
         if failure is not None:

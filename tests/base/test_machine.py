@@ -30,7 +30,7 @@ def test_without_limits_it_is_the_machines(tree):
     free = machine.available_memory()
     assert free > 0
     tree("0::/user.slice\n", {"user.slice/memory.max": "max", "user.slice/memory.current": 1 << 60})
-    assert machine.available_memory() == pytest.approx(free, rel=0.2)
+    assert machine.available_memory() > free / 2  # other processes take some meanwhile
 
 
 def test_the_least_of_nested_limits_counts_without_page_cache(tree):

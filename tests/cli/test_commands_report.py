@@ -126,8 +126,10 @@ def test_first_page_has_the_measures_of_eval_and_sparsity(
     sae: CommandLine, tmp_path: Path, model: str, split: str
 ):
     make_text_run(sae.home, model)
-    done = sae("report", "--out", tmp_path / "out", "--split", split, "--json")
+    words = ("--split", split, "--neuronpedia", "m/3-x", "--json")
+    done = sae("report", "--out", tmp_path / "out", *words)
     index = index_of(tmp_path / "out")
+    assert index["heading"]["neuronpedia"] == "https://www.neuronpedia.org/m/3-x"
     (held_out,) = sae("eval", "--json").json["runs"]
     (fires,) = sae("sparsity", "--split", split, "--json").json["runs"]
     frequency = fires.pop("frequency")

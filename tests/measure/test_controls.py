@@ -210,6 +210,7 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
     tied = saecli.controls("tied", home=sae.home)
     assert [line["control"] for line in tied["controls"]] == ["none", "shuffled rows"]
     assert "to fix one is to fix both" in tied["notes"][0]
+    assert sae("controls", "tied", "--json").json == tied
     done = sae("controls", "across").succeeds()
     assert "shuffled rows are left out: a transcoder's targets" in done.err
     assert "fixed encoder" in done.out

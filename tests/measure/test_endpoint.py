@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,10 +41,11 @@ def endpoint(server: ChatServer, folder: Path, **settings: Any) -> Endpoint:
 
 
 def test_answers_are_in_order_and_each_request_is_sent_once(served: ChatServer, tmp_path: Path):
-    served.seconds = 0.05
+    served.wait = threading.Barrier(3, timeout=30).wait
     asker = endpoint(served, tmp_path, concurrency=3)
     assert asker.ask([*CHATS, CHATS[0]]) == [f"QUESTION {number}" for number in [*range(12), 0]]
     assert (len(served.asked), served.most) == (12, 3)
+    served.wait = lambda: None
     example = ("say yes", "yes", "say no")
     assert asker.ask([example, *CHATS]) == ["SAY YES YES SAY NO", *asker.ask(CHATS)]
     assert len(served.asked) == 13
@@ -61,7 +63,7 @@ def test_passing_failures_are_waited_out(
     served.failing = [(0, ""), (503, "loading"), (429, "slow down")]
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
     assert len(served.asked) == 4
-    served.seconds = 0.3
+    served.wait = lambda: time.sleep(0.3)
     monkeypatch.setattr("saecli.measure.endpoint.TIMEOUT", 0.1)
     with pytest.raises(ModelError, match=r"gave no answer in 4 attempts: .*timed out"):
         endpoint(served, tmp_path).ask(CHATS[2:3])
@@ -155,7 +157,8 @@ Endpoint(server, Path(sys.argv[3]), Silent()).ask([(f"question {n}",) for n in r
 def test_a_killed_process_goes_on_where_it_was(
     served: ChatServer, tmp_path: Path, stop: signal.Signals
 ):
-    served.seconds, path = 0.1, tmp_path / "answers.jsonl"
+    gate, path = threading.Semaphore(4), tmp_path / "answers.jsonl"
+    served.wait = gate.acquire
     words = [sys.executable, "-c", ASK, served.url, MODEL, path]
     with subprocess.Popen(
         words,
@@ -166,11 +169,15 @@ def test_a_killed_process_goes_on_where_it_was(
         while len(served.asked) < 6 and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(stop)
+        while process.poll() is None:  # interrupted, it waits for the answers that it has asked for
+            time.sleep(0.05)
+            gate.release()
     assert process.returncode == -stop
     kept = len(endpoint(served, tmp_path).kept)
     assert 4 <= kept < 12
-    if stop == signal.SIGINT:  # which waits for the answers that it has asked for
+    if stop == signal.SIGINT:
         assert kept == len(served.asked)
+    served.wait = lambda: None
     with path.open("a") as file:
         file.write('\n{"torn": "answ')
     served.asked.clear()

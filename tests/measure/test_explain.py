@@ -329,6 +329,7 @@ def test_labels_are_shown_by_all_commands_that_list_latents(sae: CommandLine, tm
     trained_on_docs(sae)
     done = sae("explain", "--top", "3").succeeds()
     document = sae("explain", "--json").json
+    assert document == saecli.explain("first", home=sae.home)
     mean = document["scores"][0]
     assert f"{mean['tokens']:.3f} ± " in done.out and "rule, shuffled" in done.out
     assert f"{document['latents'][0]['rule']['label']} " in done.out

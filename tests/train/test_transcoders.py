@@ -2,6 +2,7 @@
 of several places side by side."""
 
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -60,14 +61,23 @@ ACROSS += [
     f"pam-sgd --skip --{option}"
     for option in ("solve iterative", "prefixes 6,12", "release 0", "fraction 0.01")
 ]
+TASKS = [*(("x", solver) for solver in TO_ITSELF), *(("x -> y", solver) for solver in ACROSS)]
+WITH_EVERY_ACT = [("x", "sgd"), ("x -> y", "pam-sgd --skip")]
+WITH_EVERY_TASK = ["topk", "jumprelu"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("data", "solver"),
-    [*(("x", solver) for solver in TO_ITSELF), *(("x -> y", solver) for solver in ACROSS)],
+    ("data", "solver", "act"),
+    [
+        pytest.param(
+            *task,
+            act,
+            marks=[] if task in WITH_EVERY_ACT or act in WITH_EVERY_TASK else pytest.mark.long,
+        )
+        for task, act in product(TASKS, ACTIVATIONS)
+    ],
 )
-@pytest.mark.parametrize("act", ACTIVATIONS)
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
     sae, home, data, solver, act
 ):
