@@ -81,10 +81,14 @@ def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 
     return SAE(W_enc, b_enc, W_enc.T / 10, b_dec, activation, activation.parameters(F))
 
 
+def k_of(act: str, k: int = 4) -> dict[str, int]:
+    """That k as an option, if the activation of this name has one."""
+    return {"k": k} if "k" in ACTIVATIONS[act].__dataclass_fields__ else {}
+
+
 def activation_of(act: str, k: int = 4) -> Activation:
     """An activation by its name, with that k if it has one."""
-    kind = ACTIVATIONS[act]
-    return kind(k=k) if "k" in kind.__dataclass_fields__ else kind()
+    return ACTIVATIONS[act](**k_of(act, k))
 
 
 def sae_for(format: str, *names: str) -> SavedSAE:

@@ -19,6 +19,8 @@ import torch
 from homes import Done
 
 PATIENCE = 100.0  # seconds
+# Variables with which `sae` and `python` are those of this environment.
+HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def captured(

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 import yaml
 from homes import make_run
-from launching import captured, python_with
+from launching import HERE, captured, python_with
 from plain_hooks import replaced
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -30,7 +29,6 @@ from saecli.sae.dictionary import SAE
 
 ASSETS = Path(saecli.__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 sys.path.append(str(EXAMPLES))
 from cross_layer import LayerSet, export, main, moments_of, on_held_out_rows  # noqa: E402
 from cross_layer_decoder import Moments, left_out, solve  # noqa: E402

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,13 +11,10 @@ from pathlib import Path
 
 import pytest
 from homes import CommandLine, make_store, some_rows
-from launching import captured
+from launching import HERE, captured
 from solver_problems import sparse_mixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HERE = os.environ | {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-}  # its `sae`, `python`
 PRESETS = sorted(path.name for path in EXAMPLES.glob("presets/*.toml"))
 SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, random_sae, steerable
-from plain_hooks import effects_by_hooks, noted, replaced
+from plain_hooks import but_first, effects_by_hooks, noted, replaced
 from tiny_models import LAYERS, VOCABULARY, open_model, save_model, stored
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -90,11 +90,7 @@ def test_the_module_of_a_site_is_that_site(sae: CommandLine, tmp_path: Path, tex
 
 def replaced_by_hand(model: Any, path: str, replace: Callable[[Tensor], Tensor]) -> Tensor:
     """The logits with a module's input replaced but for the first token."""
-
-    def but_first(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :1], replace(x[:, 1:])], 1)
-
-    with replaced(model.get_submodule(path), but_first, "in"):
+    with replaced(model.get_submodule(path), lambda x: but_first(x, replace(x)), "in"):
         return model(TOKENS).logits
 
 

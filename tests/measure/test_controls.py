@@ -9,6 +9,7 @@ import pytest
 import torch
 from homes import CommandLine, make_store, some_rows, targets_of
 from ridge_problems import least_squares, terms_of
+from storing import collect
 
 import saecli
 from saecli.extract.language_model import LanguageModel
@@ -32,6 +33,10 @@ def trained(
     first, last = (start_training(plan, Record()) for _ in range(2))
     Loop(last).train()
     return first.solver.sae().tensors(), last
+
+
+def rows_of(source: RowSource) -> np.ndarray:
+    return collect(source.sequential(99))
 
 
 @pytest.mark.slow
@@ -96,10 +101,8 @@ def test_shuffled_rows_keep_every_marginal_and_lose_correlation(tmp_path: Path):
     factors = np.random.default_rng(1).normal(size=(2, 8))
     x = make_store(tmp_path, "rows", (some_rows(3000, 2) @ factors).astype(np.float32))
     rows = saecli.open_store("rows", tmp_path).split("train")
-    before = np.concatenate(list(rows.sequential(500)))
-    first, again, other = (
-        np.concatenate(list(shuffled(rows, seed).sequential(500))) for seed in (0, 0, 1)
-    )
+    before = rows_of(rows)
+    first, again, other = (rows_of(shuffled(rows, seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(np.sort(first, axis=0), np.sort(before, axis=0))
     np.testing.assert_array_equal(first, again)
     assert (first != other).mean() > 0.9
@@ -117,10 +120,6 @@ def notes(sae: CommandLine) -> CommandLine:
     words = f"{TINY} --name notes --site mlp_in --site mlp_out"
     assert sae(*words.split()).status == 0
     return sae
-
-
-def rows_of(source: RowSource) -> np.ndarray:
-    return np.concatenate(list(source.sequential(99)))
 
 
 def nothing(done: float) -> None: ...

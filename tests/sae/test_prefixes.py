@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae, normal
+from homes import PREFIXES, CommandLine, D, F, k_of, make_store, nested_rows, nested_sae, normal
 
 import saecli
 from saecli.sae.activations import ACTIVATIONS
@@ -59,7 +59,7 @@ def test_the_loss_is_the_mean_over_prefixes(act: str):
 def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, act: str):
     rows = torch.from_numpy(nested_rows(2000))
     options = {"solver": solver, "act": act, "d_sae": F, "epochs": 12, "lr": 0.05, "device": "cpu"}
-    options |= {"k": 3} if "k" in ACTIVATIONS[act].__dataclass_fields__ else {}
+    options |= k_of(act, 3)
     nested, plain = saecli.fit(rows, prefixes="3,8", **options), saecli.fit(rows, **options)
     assert nested.prefixes == PREFIXES and plain.prefixes == ()
     x = torch.from_numpy(nested_rows(500, seed=1))

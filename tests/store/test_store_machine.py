@@ -1,8 +1,7 @@
 """A state machine: a store that is appended to, interrupted, killed and resumed, against rows in a NumPy array."""
 
 import shutil
-import tempfile
-from pathlib import Path
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from storing import collect, make_meta, stored_contents
+from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
@@ -19,8 +18,6 @@ from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
 
 BLOCKS, D_IN = 12, 3
-TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def block(number: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
@@ -49,7 +46,8 @@ class StoreMachine(RuleBasedStateMachine):
         multiple=st.sampled_from([None, 2.0]),
     )
     def begin(self, dtype, shard_rows, chunk_rows, limit, documented, multiple):
-        self.folder = Path(tempfile.mkdtemp(dir=SHM))
+        self.stack = ExitStack()
+        self.folder = self.stack.enter_context(memory_folder())
         self.columns = ("document",) if documented else ()
         sizes = {"shard_rows": shard_rows, "chunk_rows": chunk_rows}
         limits = {"columns": self.columns, "max_norm_multiple": multiple}
@@ -59,7 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
         for number in range(BLOCKS):
             rows, of_rows, _ = block(number)
             with np.errstate(over="ignore"):
-                stored = torch.from_numpy(rows).to(TORCH_TYPES[dtype]).float().numpy()
+                stored = torch.from_numpy(rows).to(getattr(torch, dtype)).float().numpy()
             finite = np.isfinite(stored).all(axis=1)
             norms = np.linalg.norm(rows.astype(np.float64), axis=1)
             if median is None and finite.any():
@@ -207,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
             np.testing.assert_array_equal(resumed["rows"], self.kept)
             np.testing.assert_array_equal(whole["rows"], self.kept)
         finally:
-            shutil.rmtree(self.folder)
+            self.stack.close()
 
 
 TestStore = StoreMachine.TestCase

@@ -11,6 +11,7 @@ import torch
 from homes import (
     CommandLine,
     fvu,
+    k_of,
     linear_map,
     make_store,
     normal,
@@ -81,7 +82,7 @@ WITH_EVERY_TASK = ["topk", "jumprelu"]
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
     sae, home, data, solver, act
 ):
-    k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
+    k = ("--k", "4") if k_of(act) else ()
     stores = X_TO_Y if data == "x -> y" else ("--data", "x")
     document = sae("train", *stores, "--solver", *solver.split(), "--act", act, *k, *QUICK).json
     assert list(document) == KEYS and document["data"] == data
