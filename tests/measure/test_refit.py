@@ -34,7 +34,7 @@ from saecli.sae.activations import ACTIVATIONS, JumpRelu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import load_native, save_native
 from saecli.store.split import is_test
-from saecli.train.ridge import plan
+from saecli.train.ridge import method_for
 from saecli.train.rows import ArrayRows
 
 
@@ -125,9 +125,9 @@ def test_without_room_for_its_matrix_the_decoder_is_solved_by_iteration(monkeypa
     for memory in (200_000, 900_000):  # codes read again in each iteration; kept
 
         def in_memory(*sizes: Any, memory: int = memory, **more: Any) -> Any:
-            return plan(*sizes[:3], memory, **more)
+            return method_for(*sizes[:3], memory, **more)
 
-        monkeypatch.setattr(decoder, "plan", in_memory)
+        monkeypatch.setattr(decoder, "method_for", in_memory)
         counted = CountedRows(rows)
         refitted = refit_decoder(sae, counted, Silent())
         assert 0 <= refitted.decoder.residual < 2e-4

@@ -41,8 +41,8 @@ WITHOUT_MEMORY = """
 from dataclasses import replace
 from saecli.train import ridge
 
-plan = ridge.plan
-ridge.plan = lambda *sizes, **more: replace(plan(*sizes, **more), budget=0.0)
+method_for = ridge.method_for
+ridge.method_for = lambda *sizes, **more: replace(method_for(*sizes, **more), budget=0.0)
 """
 
 
