@@ -323,10 +323,15 @@ def _reporting(path: Path, rows: int) -> Iterator[None]:
 
 @contextmanager
 def ranked_store(path: Path, meta: StoreMeta) -> Iterator[None]:
-    """Rank 0's lock on a store that `meta.ranks` processes write, which begins or resumes it; StoreError as by
-    `StoreWriter.open`."""
+    """Rank 0's lock on a store that `meta.ranks` processes write, which begins or resumes it, and marks it complete
+    when the parts of all are; StoreError as by `StoreWriter.open`."""
     lock, _ = claim(path, meta)
     try:
         yield
+        if read_meta(path).complete:
+            # Without the counts of its parts, which a reader adds.
+            own = StoreMeta.from_json((path / STORE_MARKER).read_bytes())
+            with _reporting(path, own.rows):
+                write_meta(path, replace(own, complete=True))
     finally:
         os.close(lock)

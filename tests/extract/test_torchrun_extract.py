@@ -16,6 +16,7 @@ from storing import assert_same_pass, windows_of
 from tiny_models import stored
 from transformers import AutoModelForCausalLM
 
+from saecli.base.home import Home
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.texts import stdlib_docstrings
 from saecli.store.reader import ActivationStore
@@ -94,6 +95,7 @@ def test_a_rank_without_documents_stores_no_row(sae: CommandLine, tmp_path: Path
     words = (*WORDS, "--dataset", tmp_path / "one.txt", "--name", "few", "--json")
     done = together(3, "--home", sae.home, *words)
     assert done.json["rows"] == len(by_document(sae.home, "few")[0]) > 5
+    assert Home(sae.home).stores.unfinished() == []
 
 
 @pytest.mark.long

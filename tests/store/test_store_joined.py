@@ -15,6 +15,7 @@ from store_producer import write_ranks as write
 from storing import collect, make_meta, make_store, memory_folder, stored_contents
 
 from saecli.base.errors import ConfigError, StoreError
+from saecli.base.home import Home
 from saecli.store.opening import Joined
 from saecli.store.reader import ActivationStore, JoinedRows
 from saecli.store.schema import StoreMeta, rank_folder, read_meta, write_meta
@@ -139,6 +140,17 @@ def test_a_store_of_several_ranks_says_and_holds_what_they_stored(tmp_path: Path
     assert whole["dropped"] == {"special": 2 * (9 + 5 + 7)}
     assert whole["norms"]["rows"] == sum(ROWS)
     assert whole["norms"]["max"] == max(expected)
+
+
+def test_a_finished_store_of_several_ranks_is_the_newest(tmp_path: Path):
+    stores = Home(tmp_path).stores
+    write(stores.path / "first")
+    write(stores.path / "second", stop=3)
+    assert stores.unfinished() == ["second"] and stores.find(None).name == "first"
+    write(stores.path / "second")
+    assert stores.unfinished() == [] and stores.find(None).name == "second"
+    own = StoreMeta.from_json((stores.path / "second" / "store.json").read_bytes())
+    assert own.complete and own.shards == () and own.dropped == {}
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path):
