@@ -8,9 +8,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Se
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
+import numpy as np
 import torch
 
 from ..base.console import Listener, listening
@@ -105,12 +107,10 @@ def extract(
     tokenizer, module = (options.pop(name, None) for name in ("tokenizer", "module"))
     demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
     modules = list(map(module_site, [module] if isinstance(module, str) else module or ()))
-    if modules and (layer or layer == 0 or site != "resid_post"):
+    if modules and ((layer is not None and np.size(layer)) or site != "resid_post"):
         raise ConfigError(
             "cannot use both --module and --layer or --site at the same time; use one of them"
         )
-    if isinstance(layer, str) and layer != "all":
-        raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     if name is not None:
         checked_name(name)
     models: list[Any] = (
@@ -166,7 +166,8 @@ def extract(
                 note_massive_rows(store, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in finished
-    listed = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
+    listed = isinstance(model, list) or not isinstance(layer, Integral | None)
+    listed = listed or not isinstance(site, str)
     several = listed or "*" in (module or "") or not isinstance(module, str | None)
     return stores if several else stores[0]
 

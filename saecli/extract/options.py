@@ -87,7 +87,10 @@ class HookPoint(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        return ":" in self.site or (self.layer is not None and self.site in SITES)
+        _, colon, side = self.site.partition(":")
+        if colon:
+            return side in SIDES
+        return self.layer is not None and self.site in SITES
 
     @property
     def has_model_width(self) -> bool:

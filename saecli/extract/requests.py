@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Shelf, checked_name
 from ..store.opening import DERIVED
@@ -136,11 +138,10 @@ def points_of(
     for site in sites:
         if not HookPoint(0, site).is_known:
             raise unknown_choice("site", site, SITES)
-    layers: Sequence[int] = range(models[0].layers)
-    if isinstance(layer, int):
-        layers = [layer]
-    elif not isinstance(layer, str):
-        layers = layer or [models[0].default_layer()]
+    given = [] if layer is None else np.atleast_1d(layer).tolist()  # numbers may be NumPy's
+    layers = range(models[0].layers) if given == ["all"] else given or [models[0].default_layer()]
+    if not all(isinstance(number, int) for number in layers):
+        raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     for model, number in product(models, layers):
         if not 0 <= number < model.layers:
             raise ConfigError(

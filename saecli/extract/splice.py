@@ -136,7 +136,7 @@ def _hook_point(
     name: str, origin: Mapping[str, Any], layer: int | None, site: str | None
 ) -> HookPoint:
     """The hook point that an SAE's file names, or that the user gives where it names none."""
-    if site is not None and ":" not in site and site not in SITES:
+    if site is not None and not HookPoint(0, site).is_known:
         raise unknown_choice("site", site, SITES)
     site_option = "module" if site is not None and ":" in site else "site"
     for option, value, recorded in (

@@ -203,9 +203,19 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
     line = f"extract --model {models['gpt2']} --dataset {text} --layer 1 --site mlp_out"
     assert sae(f"{line} --context 16 --rows 300 --json").json["cached"]
     assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
-    for several in ({"layer": [0, 1]}, {"site": ["resid_post", "mlp_out"]}):
+    for several in (
+        {"layer": [0, 1]},
+        {"layer": np.arange(2)},
+        {"site": ["resid_post", "mlp_out"]},
+    ):
         assert len(saecli.extract(str(models["gpt2"]), **options | several)) == 2
+    for layer in (0, 1):
+        numbered = saecli.extract(str(models["gpt2"]), **options | {"layer": np.int64(layer)})
+        assert numbered.meta.source["layer"] == layer
+    with pytest.raises(ConfigError, match=r"--layer must be a number, .*, got 0\.5"):
+        saecli.extract(str(models["gpt2"]), **options | {"layer": 0.5})
     with pytest.raises(ConfigError, match="extract has no option contex; did you mean context"):
         saecli.extract(str(models["gpt2"]), contex=16)
-    with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
-        saecli.extract(str(models["gpt2"]), site="mlp")
+    for site in ("mlp", "mlp:input"):
+        with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
+            saecli.extract(str(models["gpt2"]), site=site)

@@ -289,6 +289,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (steerable(), {}, "sae records no hook point; give it as a key"),
     ({(0, "resid_post"): at(MIDDLE)}, {}, "--layer must be 1, as sae says, got 0"),
     ({(0, "middle"): steerable()}, {}, "--site must be one of resid_post, "),
+    ({(0, "mlp:input"): steerable()}, {}, "--site must be one of resid_post, "),
     ([at(MIDDLE), at(MIDDLE)], {}, "both replace layer 1, resid_post"),
     ([at(MIDDLE), at(MLP)], {"change": halved}, r"mapping .* with 2 SAEs, got one function"),
     (at(MIDDLE), {"change": {"mine": halved}}, "change names 'mine': expected keys of the SAEs, 0"),
