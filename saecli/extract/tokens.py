@@ -142,6 +142,11 @@ def first_tokens(tokens: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, 
     if any(cache.get_seq_length() for cache in caches):
         return texts[:0], texts[:0]
     mask = arguments.get("attention_mask")  # 0 at padding, perhaps on the left
-    if mask is None or mask.shape != tokens.shape:
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        return texts, mask.to(tokens.device).long().argmax(1)
+    positions = arguments.get("position_ids")
+    if mask is None or positions is None or positions.shape != tokens.shape:
         return texts, torch.zeros_like(texts)
-    return texts, mask.to(tokens.device).long().argmax(1)
+    # A static cache's mask has other shapes. The first token is the last at position 0, which padding may have too.
+    at_end = (positions.to(tokens.device) == 0).flip(1).long().argmax(1)
+    return texts, tokens.shape[1] - 1 - at_end

@@ -219,9 +219,15 @@ def test_generation_with_a_cache_writes_what_generation_without_one_does(model: 
     with saecli.spliced(model, at(MIDDLE), change=raised) as codes:
         whole = model.generate(prompt()[:1], use_cache=False, **settings)
         cached = model.generate(prompt()[:1], use_cache=True, **settings)
-    assert codes[0].shape == (1, 1, 20)
-    assert torch.equal(cached, whole)
-    assert not torch.equal(cached, model.generate(prompt()[:1], **settings))
+        assert codes[0].shape == (1, 1, 20)
+        static = model.generate(prompt()[:1], cache_implementation="static", **settings)
+        padding = torch.zeros(1, 2, dtype=torch.int64)
+        settings["attention_mask"] = torch.cat([padding, torch.ones(1, 7, dtype=torch.int64)], 1)
+        text = torch.cat([padding, prompt()[:1]], 1)
+        padded = model.generate(text, cache_implementation="static", **settings)
+    assert torch.equal(cached, whole) and torch.equal(static, whole)
+    assert torch.equal(padded[:, 2:], whole)
+    assert not torch.equal(padded, model.generate(text, **settings))
 
 
 @torch.no_grad()
