@@ -63,8 +63,9 @@ class Forward:
         show: Callable[[int, int], None],
     ) -> Activations:
         """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
-        `show` is called after each batch with its numbers of tokens and rows. Empty without windows."""
-        stored = [TextWindow(*window) for window in windows]
+        `show` is called after each batch with its numbers of tokens and rows. Empty without rows."""
+        every = [TextWindow(*window) for window in windows]
+        stored = [window for window in every if window.is_row.any()]
         if not stored:
             return {}
         lengths = np.array([window.length for window in stored])

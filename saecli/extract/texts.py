@@ -27,6 +27,7 @@ LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHAT_COLUMNS = ("messages", "conversations")
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
 MARK_EVERY = 256  # rows of a hub dataset between two marks
+PARQUET_ROWS = 256  # in memory at a time: a row may be a book
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -414,7 +415,8 @@ def parquet_texts(path: Path, column: str, read: Read) -> Texts:
         with pyarrow.parquet.ParquetFile(path) as file:
             is_there = column in file.schema_arrow.names
             # Else the first row is refused, or shows the column of messages.
-            batches = file.iter_batches(columns=[column]) if is_there else file.iter_batches(1)
+            size, columns = (PARQUET_ROWS, [column]) if is_there else (1, None)
+            batches = file.iter_batches(size, columns=columns)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows):
                 yield read(row, column, f"row {number} of {path}")

@@ -161,6 +161,16 @@ def test_packing_needs_a_token_to_part_documents(tokenizers):
         Windows(bare, CONTEXT, packed=True)
 
 
+def test_windows_without_rows_are_not_run(model):
+    token_ids, seen = np.arange(3, 9), []
+    bare, window = (token_ids, np.zeros(6, bool)), (token_ids, token_ids % 2 == 1)
+    forward = Forward(model, "float32", 100, print)
+    found = forward([bare, window, bare], POINTS, lambda *done: seen.append(done))
+    assert seen == [(6, 3)] and forward([bare], POINTS, print) == {}
+    for point, rows in forward([window], POINTS, print).items():
+        np.testing.assert_array_equal(found[point], rows)
+
+
 class CrampedLlama(LlamaModel):
     """Has memory for only so many tokens in a forward pass."""
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 from shlex import split
 
@@ -25,7 +26,7 @@ from storing import assert_same_pass
 
 import saecli
 from saecli.base.errors import ModelError
-from saecli.extract.texts import STDLIB_DOCS, Mixture, TextSource
+from saecli.extract.texts import STDLIB_DOCS, Mixture, TextSource, parquet_texts, text_of
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)
 TABLE = {"text": ["first", "", None, "  ", "fifth\nline", "sixth"], "number": [1, 2, 3, 4, 5, 6]}
@@ -128,6 +129,15 @@ def test_starting_later_gives_the_tail_of_the_whole_pass(tmp_path_factory, suffi
 def test_another_column_is_read_where_named(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a", "body": "b"}\n\n{"body": "c"}\n')
     assert documents(path, column="body") == [(0, "b"), (1, "c")]
+
+
+def test_few_rows_of_a_parquet_file_are_in_memory(tmp_path):
+    texts, path = [f"{number:07} " * 2000 for number in range(3000)], tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    before = pyarrow.total_allocated_bytes()
+    with closing(parquet_texts(path, "text", text_of)) as found:
+        assert next(found) == texts[0]
+        assert pyarrow.total_allocated_bytes() - before < sum(map(len, texts))
 
 
 def test_identity_follows_the_content_of_a_local_file(tmp_path):
