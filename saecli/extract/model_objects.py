@@ -14,6 +14,7 @@ from ..base.errors import ConfigError
 from ..sae.dictionary import name_of
 from ..store.schema import hash_request
 from .model_source import ModelSource
+from .options import MODEL_DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,12 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
         raise ConfigError(
             f"a loaded model must be on one device, got weights on {' and '.join(sorted(devices))}; load "
             "it without device_map, or on one GPU"
+        )
+    dtype = name_of(next(model.parameters()).dtype)
+    if dtype not in MODEL_DTYPES:
+        raise ConfigError(
+            "a loaded model must have weights of float32, bfloat16 or float16, got "
+            f"{dtype}; convert it, as by model.float()"
         )
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise ConfigError(
