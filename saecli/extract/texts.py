@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -97,7 +98,10 @@ class TextSource:
     def name(self) -> str:
         """Dataset, configuration, split and column, these where they are not the default."""
         parts = [self.dataset, self.config or ""]
-        parts += [self.split.removeprefix("train"), self.column.removeprefix("text")]
+        if self.split != "train":
+            parts.append(self.split)
+        if self.column != "text":
+            parts.append(self.column)
         return " ".join(filter(None, parts))
 
     @property
@@ -162,9 +166,13 @@ class TextSource:
         identity = {
             "dataset": str(path.resolve()),
             "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
+            "sha256": self._sha256,
         }
         return identity if path.suffix.lower() == ".txt" else {**identity, "column": column}
+
+    @cached_property
+    def _sha256(self) -> str:
+        return file_sha256(_local_file(self.dataset))
 
     def documents(self, start: int = 0, mark: Mark | None = None) -> Iterator[Document]:
         """The documents from number `start` on, including blank ones, read from a mark at or before it."""
@@ -399,7 +407,9 @@ def _text_in(line: str, column: str, read: Read, where: str) -> Text:
         text = read(json.loads(line), column, where)
         str(text).encode()
     except UnicodeEncodeError as error:
-        raise ModelError(f"{where} is not UTF-8; correct the line") from error
+        raise ModelError(
+            f"{where} holds bytes that are not UTF-8, or half of a surrogate pair; correct the line"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(
             f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "

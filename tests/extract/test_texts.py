@@ -145,7 +145,15 @@ def test_identity_follows_the_content_of_a_local_file(tmp_path):
     first = TextSource(write(path, "one")).identity()
     assert first == {"dataset": str(path), "bytes": 3, "sha256": hashlib.sha256(b"one").hexdigest()}
     assert TextSource(os.path.relpath(path)).identity() == first
+    read = TextSource(str(path))
+    assert read.identity() == first
     assert TextSource(write(path, "two")).identity() != first
+    assert read.identity(asked=True) == first  # whose bytes are read once
+
+
+def test_names_of_sources_have_whole_what_is_not_the_default():
+    assert TextSource("d", split="train_sft", column="text_clean").name == "d train_sft text_clean"
+    assert TextSource("d", config="c").name == "d c"
 
 
 def test_identity_of_hub_datasets_tells_sources_apart():
@@ -167,6 +175,7 @@ def test_identity_of_hub_datasets_tells_sources_apart():
         ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
         ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object"),
         ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
+        ("a.jsonl", '{"text": "\\ud83d"}', "text", "not UTF-8, or half of a surrogate pair"),
         ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
         ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number"),
     ],
