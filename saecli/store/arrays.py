@@ -174,8 +174,9 @@ def _list_torch(path: Path) -> Arrays:
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield key, value.detach()
-        elif isinstance(value, Mapping):
-            for name, entry in value.items():
+        elif isinstance(value, Mapping | list | tuple):
+            entries = value if isinstance(value, Mapping) else dict(enumerate(value))
+            for name, entry in entries.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
     return {

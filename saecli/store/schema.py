@@ -192,7 +192,7 @@ class StoreMeta:
             dropped=dict(dropped),
             norms=reduce(add, norms) if norms else None,
             sources=dict(sources),
-            control_tokens=dict(control_tokens),
+            control_tokens={name: rows for name, rows in control_tokens.items() if rows},
         )
 
     def to_json(self) -> dict[str, Any]:

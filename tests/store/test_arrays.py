@@ -147,8 +147,10 @@ def test_key_chooses_among_several_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x=FLAT, y=-FLAT)
     values = {"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}
     torch.save(values, tmp_path / "a.pt")
+    torch.save([values["x"], (values["deep"]["y"],)], tmp_path / "b.pt")
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.pt"), "1.0")), FLAT)
 
 
 SHAPE = r"expected rows in an array of shape \(rows, features\) or with more dimensions, got shape "

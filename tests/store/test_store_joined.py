@@ -142,6 +142,12 @@ def test_a_store_of_several_ranks_says_and_holds_what_they_stored(tmp_path: Path
     assert whole["norms"]["max"] == max(expected)
 
 
+def test_control_tokens_of_several_ranks_are_those_with_rows():
+    whole = replace(of_ranks(2), control_tokens={"1": 0, "2": 0})
+    parts = {"00000": replace(META, control_tokens={"2": 5}), "00001": META}
+    assert whole.joined(parts).control_tokens == {"2": 5}
+
+
 def test_a_finished_store_of_several_ranks_is_the_newest(tmp_path: Path):
     stores = Home(tmp_path).stores
     write(stores.path / "first")
