@@ -27,9 +27,9 @@ from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.writer import StoreWriter, no_rows, ranked_store
 from .forward import Forward, fill, pass_tokens
 from .options import (
-    COLUMNS,
     DEFAULT_CONTEXT,
     SHARD_ROWS,
+    TOKEN_COLUMNS,
     ExtractConfig,
     HookPoint,
     ModelDtype,
@@ -118,7 +118,7 @@ def extract(
     )
     given = loaded_sources(models, tokenizer, options.keys(), device)
     options["model"] = given[0].id if given else models[0]
-    listener = listening(progress) if isinstance(progress, bool) else progress
+    listener = listening(progress)
     processes = communicator()
     with note_when_stopped(listener) as folders:
         torch_device = device_named(device)
@@ -256,7 +256,7 @@ class Extraction:
         mask = torch.ones_like(token_ids)
         points = [request.point for request in requests]
         widths = self.all.read(token_ids, mask, points, lambda rows: rows.shape[-1])
-        columns = [*COLUMNS]
+        columns = [*TOKEN_COLUMNS]
         if self.text.chat:
             columns.append("role")
         if self.text.names:

@@ -176,7 +176,7 @@ def fill(
     cursors = {
         point: Cursor.from_json(writer.cursor)
         for point, writer in writers.items()
-        if not writer.complete
+        if not writer.meta.complete
     }
     if not cursors:
         return

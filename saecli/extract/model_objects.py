@@ -85,8 +85,7 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
     dtype = name_of(next(model.parameters()).dtype)
     if dtype not in MODEL_DTYPES:
         raise ConfigError(
-            "a loaded model must have weights of float32, bfloat16 or float16, got "
-            f"{dtype}; convert it, as by model.float()"
+            f"a loaded model must have weights of float32, bfloat16 or float16, got {dtype}; convert them"
         )
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise ConfigError(

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from annotated_types import Ge, Le
+from annotated_types import Ge
 
 from ..base.documents import point_words
 from ..base.errors import ConfigError, counted, flag_of
 from ..base.files import expanded
-from ..base.options import Config, Positive, Shown, options_of
+from ..base.options import Config, Count, Positive, Shown, options_of
 from ..store.options import MAX_NORM_HELP, StoredDtype
 from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, Mixture, TextSource
 
@@ -26,9 +26,8 @@ DEFAULT_DATASET = "Salesforce/wikitext"
 OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
 DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
-COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
+TOKEN_COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
-MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
 
 def module_site(module: str) -> str:
@@ -167,13 +166,9 @@ class ExtractConfig(Config):
         Literal["keep", "drop"],
         Shown("In chats, keep or drop tokens such as <start_of_turn>; an added BOS is dropped."),
     ] = "keep"
-    rows: Annotated[int, Ge(1), Le(MOST), Shown("Rows to store; fewer if the text ends first.")] = (
-        100_000
-    )
+    rows: Annotated[Count, Shown("Rows to store; fewer if the text ends first.")] = 100_000
     context: Annotated[
-        int | None,
-        Ge(1),
-        Le(MOST),
+        Count | None,
         Shown(
             f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
             "model's limit if lower."
@@ -211,16 +206,14 @@ class ExtractConfig(Config):
         ),
     ] = "auto"
     batch_size: Annotated[
-        Annotated[int, Ge(1), Le(MOST)] | Literal["auto"],
+        Count | Literal["auto"],
         Shown(
             "Windows per forward pass, of at most 16,384 tokens; halved on out-of-memory. Changes rows only by "
             "rounding. auto: 16,384 tokens on a GPU, 2,048 on a CPU."
         ),
     ] = "auto"
     shard_rows: Annotated[
-        int | None,
-        Ge(1),
-        Le(MOST),
+        Count | None,
         Shown(f"Rows per shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most."),
     ] = None
 

@@ -76,10 +76,6 @@ def text_of(row: Any, column: str, where: str) -> str:
     return text or ""
 
 
-def _whole(row: Any, column: str, where: str) -> Any:
-    return row
-
-
 @dataclass(frozen=True)
 class TextSource:
     """Where documents come from; config, split and revision are those of a hub dataset."""
@@ -135,7 +131,7 @@ class TextSource:
         if not self.chat:
             return self
         try:
-            row = next(replace(self, read=_whole).documents()).text
+            row = next(replace(self, read=lambda row, *_: row).documents()).text
         except ModelError as error:
             if not self.on_hub or why_unreachable() is None:
                 raise

@@ -41,11 +41,9 @@ class Cursor(NamedTuple):
 
     @classmethod
     def from_json(cls, cursor: dict[str, Any] | None) -> Self:
-        return (
-            cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"])
-            if cursor
-            else cls()
-        )
+        if cursor is None:
+            return cls()
+        return cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"])
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -240,9 +238,6 @@ class Block:
         self.end = (windows[-1].after if windows else cursor)._replace(
             offered=cursor.offered + self.rows
         )
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return self.windows.each()

@@ -198,7 +198,7 @@ def _filled(
         start = writer.cursor["row"] if writer.cursor else 0
         if writer.rows:
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
-        for begin, block, columns in () if writer.complete else blocks(start):
+        for begin, block, columns in () if writer.meta.complete else blocks(start):
             writer.append(block, columns, {"row": begin})
             show(writer.rows)
         writer.finish()

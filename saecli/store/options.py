@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, Lt
 
-from ..base.options import Config, Positive, Seed, Shown
+from ..base.options import Config, Count, Positive, Seed, Shown
 
 StoredDtype = Literal["float32", "float16", "bfloat16"]  # see `values.py`
 MAX_NORM_HELP = (
@@ -40,9 +40,7 @@ class ImportConfig(Config):
         ),
     ] = None
     shard_rows: Annotated[
-        int | None,
-        Ge(1),
-        Le(2**31 - 1),
+        Count | None,
         Shown("Rows in a shard file. Default: 64 MiB, of synthetic rows at most 32,768."),
     ] = None
 
@@ -67,7 +65,7 @@ class SyntheticConfig(Config):
         1024
     )
     d_in: Annotated[int, Ge(1), Le(2**20), Shown("Dimensions of a row.")] = 128
-    rows: Annotated[int, Ge(1), Le(2**31 - 1), Shown("Rows to store.")] = 100_000
+    rows: Annotated[Count, Shown("Rows to store.")] = 100_000
     seed: Annotated[Seed, Shown("Another seed gives other rows and another world.")] = 0
     l0: Annotated[Positive, Shown("Features active on a row, in the mean.")] = 10.0
     zipf: Annotated[

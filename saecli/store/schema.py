@@ -38,7 +38,7 @@ COLUMNS: dict[str, np.dtype] = {
     "role": np.dtype("u1"),
 }
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
-Positive = Annotated[int, Ge(1), Le(MOST)]
+Size = Annotated[int, Ge(1), Le(MOST)]
 Weight = Annotated[float, Gt(0), Lt(math.inf)]
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
@@ -113,8 +113,8 @@ class StoreMeta:
     source: dict[str, Any]
     request_hash: str
     dtype: StoredDtype
-    d_in: Positive
-    shard_rows: Positive  # in every shard but the last
+    d_in: Size
+    shard_rows: Size  # in every shard but the last
     chunk_rows: Annotated[int, Ge(0), Le(MOST)] = 0  # in a chunk; 0 for `rows_per_chunk`
     columns: tuple[str, ...] = ()  # names, out of `COLUMNS`, of the values stored with each row
     max_norm_multiple: Annotated[float, Ge(1), Lt(math.inf)] | None = None

@@ -101,11 +101,7 @@ class StoreWriter:
     @property
     def full(self) -> bool:
         """Whether no more rows are needed; never before the block at `cursor` has come again."""
-        return self.complete or (self._resume is None and self.rows >= self._limit)
-
-    @property
-    def complete(self) -> bool:
-        return self.meta.complete
+        return self.meta.complete or (self._resume is None and self.rows >= self._limit)
 
     def append(
         self,
@@ -184,7 +180,7 @@ class StoreWriter:
 
     def finish(self) -> StoreMeta:
         """Write the last shard and mark the store complete; StoreError if it has no rows, or fewer than before."""
-        if self.complete:
+        if self.meta.complete:
             return self.meta
         if self._resume is not None and self._resume.skip:
             raise self._differs("nothing")

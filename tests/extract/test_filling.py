@@ -19,7 +19,7 @@ from saecli.base.errors import ConfigError, ModelError
 from saecli.extract import windows as cutting
 from saecli.extract.forward import Forward, fill
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.options import COLUMNS, HookPoint
+from saecli.extract.options import TOKEN_COLUMNS, HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.reader import ActivationStore
@@ -229,7 +229,7 @@ def fill_stores(
 
     writers = {}
     for point in points:
-        meta = StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, columns=COLUMNS)
+        meta = StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, columns=TOKEN_COLUMNS)
         writers[point] = StoreWriter.open(home / f"{point.layer}-{point.site}", meta, limit=rows)
 
     def blocks_from(cursor: Cursor) -> Generator[Block, None, None]:

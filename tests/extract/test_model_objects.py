@@ -137,7 +137,7 @@ def test_models_are_all_loaded_or_all_named_and_each_on_one_device(tmp_path: Pat
     options = {"tokenizer": tokenizer, "rows": 100, **text}
     with pytest.raises(saecli.SaeError, match="must be all loaded, or all named, got tiny-gemma2"):
         saecli.extract([model, "tiny-gemma2"], **options)
-    with pytest.raises(saecli.SaeError, match=r"weights of float32, .*, got float64; convert it"):
+    with pytest.raises(saecli.SaeError, match=r"weights of float32, .*, got float64; convert them"):
         saecli.extract(model.double(), **options)
     model.get_output_embeddings().to("meta")
     with pytest.raises(saecli.SaeError, match="on one device, got weights on cpu and meta"):

@@ -132,7 +132,7 @@ def test_another_request_and_another_folder_are_refused(tmp_path):
     with pytest.raises(StoreError, match="holds something else: expected layer 12, got 6"):
         StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 12}))
     with StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 6})) as writer:
-        assert writer.complete
+        assert writer.meta.complete
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(StoreError, match="other is no store, and not empty"):

@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def finish(self):
         assert self.writer.finish().complete
-        assert self.writer.complete and self.writer.rows == len(self.kept)
+        assert self.writer.meta.complete and self.writer.rows == len(self.kept)
 
     def opened(self) -> ActivationStore | None:
         if not (self.path / "store.json").exists():
