@@ -125,8 +125,7 @@ class Forward:
             f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
             f"going on with {windows // 2}"
         )
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # which does nothing without CUDA
 
 
 def _on_host(rows: Tensor) -> np.ndarray:

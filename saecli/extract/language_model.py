@@ -196,10 +196,9 @@ class LanguageModel:
 
 
 def _predicts_masked(source: ModelSource) -> bool:
-    decodes = [
-        getattr(source.config, f"is_{name}", False) for name in ("decoder", "encoder_decoder")
-    ]
-    return type(source.config) in MODEL_FOR_MASKED_LM_MAPPING and not any(decodes)
+    config = source.config
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
 
 
 def _with_head(source: ModelSource) -> Any:

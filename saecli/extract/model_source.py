@@ -5,6 +5,7 @@ transformers' own reader makes a GGUF file's packed weights dense.
 
 import io
 import os
+import re
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 GGUF = ".gguf"
+# Types of models whose first token has the position after the padding token's id.
+AFTER_PADDING = r"(xlm-)?roberta(-prelayernorm|-xl)?|camembert|data2vec-text|esm|ibert|longformer|luke|mpnet|xmod"
 # Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # More than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB.
@@ -81,8 +84,11 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """`max_position_embeddings`, the longest window in tokens; None if there is none."""
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        """The longest window in tokens, by `max_position_embeddings`; None if there is none."""
+        config = self.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and re.fullmatch(AFTER_PADDING, config.model_type):
+            longest -= (config.pad_token_id or 0) + 1
         return longest if isinstance(longest, int) and longest > 0 else None
 
     def default_layer(self) -> int:

@@ -93,12 +93,9 @@ class TextSource:
     @property
     def name(self) -> str:
         """Dataset, configuration, split and column, these where they are not the default."""
-        parts = [self.dataset, self.config or ""]
-        if self.split != "train":
-            parts.append(self.split)
-        if self.column != "text":
-            parts.append(self.column)
-        return " ".join(filter(None, parts))
+        split = "" if self.split == "train" else self.split
+        column = "" if self.column == "text" else self.column
+        return " ".join(filter(None, [self.dataset, self.config, split, column]))
 
     @property
     def on_hub(self) -> bool:

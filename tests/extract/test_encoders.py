@@ -111,6 +111,18 @@ def test_sites_of_an_encoder_are_what_plain_hooks_see(tmp_path: Path, kind: str)
         torch.testing.assert_close(seen["resid_post"][-1], after, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "longest"), [("bert", 64), ("roberta", 62), ("esm", 62)])
+def test_windows_of_an_encoder_are_as_long_as_its_positions(tmp_path: Path, kind: str, longest):
+    """Those of RoBERTa and ESM begin after the padding token."""
+    folder = masked_model(tmp_path / "model", kind)
+    (tmp_path / "a.txt").write_text("MKTAYIAKGG" * 20)
+    options = {"layer": 0, "dataset": str(tmp_path / "a.txt"), "home": tmp_path}
+    store = saecli.extract(str(folder), **options)
+    assert store.meta.source["context"] == longest
+    with pytest.raises(saecli.SaeError, match=f"windows of at most {longest} tokens"):
+        saecli.extract(str(folder), context=longest + 1, **options)
+
+
 @pytest.mark.parametrize("kind", ["bert", "esm"])
 def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(tmp_path: Path, kind: str):
     """It sees the last token from every position; rows against transformers run on the tokenizer's own input."""
