@@ -214,20 +214,21 @@ def test_generation_with_a_cache_writes_what_generation_without_one_does(model: 
         z[..., 3] += 90
         return z
 
+    text = prompt()[:1, 1:]  # its first token, which stays as it is, is none of the special ones
     settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    settings["attention_mask"] = torch.ones(1, 7)
+    settings["attention_mask"] = torch.ones(1, 6)
     with saecli.spliced(model, at(MIDDLE), change=raised) as codes:
-        whole = model.generate(prompt()[:1], use_cache=False, **settings)
-        cached = model.generate(prompt()[:1], use_cache=True, **settings)
+        whole = model.generate(text, use_cache=False, **settings)
+        cached = model.generate(text, use_cache=True, **settings)
         assert codes[0].shape == (1, 1, 20)
-        static = model.generate(prompt()[:1], cache_implementation="static", **settings)
+        static = model.generate(text, cache_implementation="static", **settings)
         padding = torch.zeros(1, 2, dtype=torch.int64)
-        settings["attention_mask"] = torch.cat([padding, torch.ones(1, 7, dtype=torch.int64)], 1)
-        text = torch.cat([padding, prompt()[:1]], 1)
-        padded = model.generate(text, cache_implementation="static", **settings)
+        settings["attention_mask"] = torch.cat([padding, torch.ones(1, 6, dtype=torch.int64)], 1)
+        longer = torch.cat([padding, text], 1)
+        padded = model.generate(longer, cache_implementation="static", **settings)
     assert torch.equal(cached, whole) and torch.equal(static, whole)
     assert torch.equal(padded[:, 2:], whole)
-    assert not torch.equal(padded, model.generate(text, **settings))
+    assert not torch.equal(padded, model.generate(longer, **settings))
 
 
 @torch.no_grad()
