@@ -339,7 +339,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(sae, home, model, words, stat
 
 def test_python_writes_no_files_to_track(sae, home):
     begun(home, TopK(k=4))
-    with pytest.raises(saecli.ConfigError, match="--log-to does nothing in finetune"):
+    with pytest.raises(saecli.SaeError, match="--log-to does nothing in finetune"):
         saecli.finetune("old", home=home, log_to="wandb")
 
 
