@@ -184,6 +184,7 @@ def test_every_command_reads_the_recorded_commit_from_the_cache(
     sae("train", "--model", MODEL, "--model-revision", "step1", *rows, *TRAINED).succeeds()
 
 
+@pytest.mark.slow
 def test_another_revision_than_the_recorded_one_is_said(
     sae: CommandLine, hub: ModelHub, files, text, tmp_path
 ):
@@ -200,6 +201,7 @@ def test_another_revision_than_the_recorded_one_is_said(
     assert f"{MODEL}@{early}, and is used in {MODEL}@{late}" in steered.err
 
 
+@pytest.mark.slow
 def test_two_checkpoints_of_one_model_are_two_models(
     sae: CommandLine, hub: ModelHub, files, text, tmp_path
 ):

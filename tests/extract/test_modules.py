@@ -107,6 +107,7 @@ def test_spliced_and_steering_act_at_a_module(tmp_path: Path):
         torch.testing.assert_close(model(TOKENS).logits, expected)
 
 
+@pytest.mark.slow
 def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     sae: CommandLine, tmp_path: Path, text: Path
 ):

@@ -241,6 +241,7 @@ def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
     torch.testing.assert_close(clean.spliced(clean.x), clean.states)
 
 
+@pytest.mark.slow
 def test_a_crosscoder_of_two_models_is_spliced_into_each(
     sae: CommandLine, folder: Path, tmp_path: Path
 ):

@@ -330,6 +330,7 @@ def test_a_crosscoder_has_labels_by_the_texts_of_its_first_store(planted: Plante
     assert found[0] == "`return`" and found[5] == "after `return`"
 
 
+@pytest.mark.slow
 def test_labels_are_shown_by_all_commands_that_list_latents(sae: CommandLine, tmp_path: Path):
     trained_on_docs(sae)
     done = sae("explain", "--top", "3").succeeds()

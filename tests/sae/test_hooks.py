@@ -146,6 +146,7 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
     assert "hf download" in str(why_unsettled(rows | {"site": NORMALIZED}, rows))
 
 
+@pytest.mark.slow
 def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
     sae: CommandLine, tmp_path: Path
 ) -> None:

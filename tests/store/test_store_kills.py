@@ -105,6 +105,7 @@ def test_a_power_cut_leaves_a_prefix_that_is_completed(produce, uninterrupted, s
                 assert_same(where, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_leaves_a_store_that_resumes(produce, uninterrupted):
     with memory_folder() as folder:
         path = folder / "s"

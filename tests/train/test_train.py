@@ -59,6 +59,7 @@ def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
     assert kept["warnings"] == [warning]
 
 
+@pytest.mark.slow
 def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: CommandLine):
     rows = some_rows(300)
     rows[7] *= 1000
