@@ -252,7 +252,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
 
-    texts = [text for _, text, _ in TextSource(STDLIB_DOCS).documents()]
+    texts = [document.text for document in TextSource(STDLIB_DOCS).documents()]
     tokenizer = train_tokenizer([text for text in texts if not is_held_out(text)])
     encoded = [
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts
