@@ -138,8 +138,11 @@ def points_of(
     for site in sites:
         if not HookPoint(0, site).is_known:
             raise unknown_choice("site", site, SITES)
-    given = [] if layer is None else np.atleast_1d(layer).tolist()  # numbers may be NumPy's
-    layers = range(models[0].layers) if given == ["all"] else given or [models[0].default_layer()]
+    layers = [] if layer is None else np.atleast_1d(layer).tolist()  # numbers may be NumPy's
+    if not layers:
+        layers = [models[0].default_layer()]
+    elif layers == ["all"]:
+        layers = list(range(models[0].layers))
     if not all(isinstance(number, int) for number in layers):
         raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     for model, number in product(models, layers):

@@ -23,7 +23,7 @@ from ..store.values import Windows as StoredWindows
 from .texts import Document, Mark
 from .tokenizer import ASSISTANT, Conversation, affixes, special_ids
 
-BLOCK_TOKENS = 1 << 14  # about
+BLOCK_TOKENS = 1 << 14  # of a block, about
 SPARE_ROWS = 2_048  # of a block that makes up for rows that were not stored
 
 

@@ -387,7 +387,8 @@ def together(
 
     acts = [hooked((each.subject, each.saved), None, None) for each in measured_saes]
     demand_together(acts)
-    source, *_ = [check_model(each, model)[0][1] for each in measured_saes]
+    sources = [check_model(each, model)[0][1] for each in measured_saes]
+    source = sources[0]
     stores = {own.store.path: own.store for each in measured_saes for own in each.rows.inputs}
     Joined(tuple(stores.values())).demand_alike()
     for at in acts:

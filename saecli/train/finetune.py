@@ -244,8 +244,8 @@ class FinetuneRun(Run):
         assert self.plan.start is not None, "it begins with an SAE"
         chosen = {"run": self.plan.start.name}
         # The text is the input's; a target has none of its own.
-        chosen |= {name: of_stores[name] for name in {*names, "data"} & of_stores.keys()}
-        return chosen, {name: resolved[name] for name in names & resolved.keys()}
+        chosen |= {name: of_stores[name] for name in of_stores if name in names or name == "data"}
+        return chosen, {name: resolved[name] for name in resolved if name in names}
 
 
 def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
