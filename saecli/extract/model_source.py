@@ -35,6 +35,10 @@ from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 GGUF = ".gguf"
+READS_GGUF = (
+    5,
+    23,
+)  # of transformers; 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it
 # Types of models whose first token has the position after the padding token's id.
 AFTER_PADDING = r"(xlm-)?roberta(-prelayernorm|-xl)?|camembert|data2vec-text|esm|ibert|longformer|luke|mpnet|xmod"
 # Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
@@ -225,6 +229,12 @@ def named_file(name: str) -> Path | None:
         return None
     if not path.is_file():
         raise ModelError(f"there is no file {name}; give the path of a GGUF file, or a hub id")
+    here = transformers.__version__
+    if tuple(int(part) for part in here.split(".")[:2]) < READS_GGUF:
+        raise ModelError(
+            f"transformers {here} reads some GGUF files wrongly: other weights, or no BOS; run "
+            f"`pip install --upgrade transformers`, for 5.23 or newer"
+        )
     return path
 
 

@@ -20,13 +20,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 import torch
 from torch import Tensor
 
+from .. import __version__
 from ..base.console import Listener
 from ..base.documents import RUN_VERSION, Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
@@ -131,7 +131,7 @@ class Run:
         filled = {name: value for name, value in resolved.items() if name not in shown}
         lines = [
             f"# sae {self.command} --config {CONFIG} makes this run again, to the same weights, on the same rows.",
-            f"# Options on the command line win. Written by saecli {version('saecli')}.",
+            f"# Options on the command line win. Written by saecli {__version__}.",
             "",
             *toml_lines(shown),
             "",

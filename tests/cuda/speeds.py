@@ -151,7 +151,7 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
     return found | {"peak memory, GiB": day.peak()}
 
 
-def gemma2(folder: Path, shrink: int) -> int:
+def gemma2(folder: Path, shrink: int, device: str) -> int:
     """Save a random Gemma-2, of 2.6 billion parameters if not shrunk; their number."""
     config = Gemma2Config(
         dtype="bfloat16",
@@ -161,8 +161,8 @@ def gemma2(folder: Path, shrink: int) -> int:
     )
     with torch.device("meta"):  # never held in float32
         model = Gemma2ForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu").tie_weights()
-    generator = torch.Generator().manual_seed(0)
+    model.to_empty(device=device).tie_weights()
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02, generator=generator)
@@ -176,7 +176,7 @@ def extraction(day: Day) -> Figures:
     rows, shrink = (100_000, 1) if day.full else (2000, 8)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        parameters = gemma2(home / "model", shrink)
+        parameters = gemma2(home / "model", shrink, day.device)
         began = time.perf_counter()
         words = (
             f"--home {home} extract --model {home / 'model'} --dataset stdlib-docs --layer {LAYER}"

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from homes import CommandLine
 from tiny_models import save_tokenizer, stored
 from transformers import LlamaConfig, Qwen2Config
@@ -16,8 +15,7 @@ from saecli.extract.language_model import LanguageModel, load_tokenizer
 from saecli.extract.model_source import find_model
 
 pytest.importorskip("gguf", exc_type=ImportError)
-if not hasattr(transformers, "GgufConfig"):
-    pytest.skip("transformers is older than 5.24", allow_module_level=True)
+pytest.importorskip("transformers", minversion="5.23")
 from gguf_files import WORDS, save_both
 
 CPU = torch.device("cpu")

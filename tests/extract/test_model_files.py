@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from homes import CommandLine
 from launching import captured
 from model_hub import ModelHub, files_of
@@ -128,3 +129,14 @@ def test_the_script_writes_the_same_weights_from_the_same_seed(tmp_path):
         )
         written.append((tmp_path / "model.safetensors").read_bytes())
     assert written[0] == written[1] != written[2]
+
+
+def test_transformers_that_reads_gguf_files_wrongly_is_refused(
+    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    sae("extract", "--model", model).fails(
+        1, "transformers 5.17.0 reads some GGUF files", "5.23 or newer"
+    )
