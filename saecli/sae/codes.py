@@ -23,7 +23,7 @@ from ..base.devices import add_at, moved
 
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
 # Pairs of entries over the Gram matrix' size up to which products are added pair by pair.
-PAIRS_FRACTION = 0.2
+PAIRS_FRACTION = 0.06
 PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
 CACHED_CODES = 1 << 18  # 1 MiB in float32
 # Columns of a Gram matrix at a time; a sparse block's must stay in a core's cache.
@@ -182,8 +182,7 @@ class SparseCodes(Codes):
         )
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        rows, values, offsets = self._by_latent
-        return embedding_bag(rows, right, offsets, mode="sum", per_sample_weights=values)
+        return self._transposed.times(right)
 
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
         return self._by_block(ends).times(right).view(len(self.offsets), len(ends), right.shape[1])
@@ -217,8 +216,8 @@ class SparseCodes(Codes):
     def l1(self) -> Tensor:
         return self.values.double().abs().sum()
 
-    def bytes(self) -> int:  # entries by row (row, index, value) and by latent (row, value)
-        return len(self.values) * (3 * 8 + 2 * self.values.element_size())
+    def bytes(self) -> int:  # entries by row, and by latent: row, latent and value
+        return 2 * len(self.values) * (2 * 8 + self.values.element_size())
 
     @cached_property
     def rows(self) -> Tensor:
@@ -237,10 +236,11 @@ class SparseCodes(Codes):
         return self._sizes.cpu()
 
     @cached_property
-    def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and values by latent, (n,) each, and the offset of each latent, (F,)."""
-        indices, order = self.indices.sort(stable=True)
-        return self.rows[order], self.values[order], offsets_of(indices, self.width)
+    def _transposed(self) -> "SparseCodes":
+        """The matrix transposed, (F, B)."""
+        latents, order = self.indices.sort(stable=True)
+        offsets = offsets_of(latents, self.width)
+        return SparseCodes(self.values[order], offsets, self.rows[order], len(self.offsets))
 
     def add_gram(self, gram: Tensor) -> None:
         """By pairs of entries if few, at 25 ns per pair on a CPU; the host waits for a GPU unless `each` is known."""
@@ -250,15 +250,20 @@ class SparseCodes(Codes):
         elif gram.device.type != "cpu":
             Codes(self.dense()).add_gram(gram)
         else:
-            z, (rows, values, offsets) = self.dense(), self._by_latent
-            for begin in range(0, len(gram), SPARSE_PANEL):
-                first, panel = int(offsets[begin]), z[:, begin : begin + SPARSE_PANEL].contiguous()
-                gram[begin:, begin : begin + SPARSE_PANEL] += embedding_bag(
-                    rows[first:],
-                    panel,
-                    offsets[begin:] - first,
+            across = self._transposed
+            begins = [*across.offsets[::SPARSE_PANEL].tolist(), len(self.values)]
+            for number, (first, stop) in enumerate(pairwise(begins)):
+                begin = number * SPARSE_PANEL
+                width = min(SPARSE_PANEL, self.width - begin)
+                places = across.indices[first:stop] * width + across.rows[first:stop] - begin
+                panel = self.values.new_zeros(len(self.offsets) * width)
+                panel.scatter_(0, places, across.values[first:stop])
+                gram[begin:, begin : begin + width] += embedding_bag(
+                    across.indices[first:],
+                    panel.view(-1, width),
+                    across.offsets[begin:] - first,
                     mode="sum",
-                    per_sample_weights=values[first:],
+                    per_sample_weights=across.values[first:],
                 )
 
 
