@@ -35,10 +35,8 @@ from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 GGUF = ".gguf"
-READS_GGUF = (
-    5,
-    23,
-)  # of transformers; 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it
+# Of transformers: 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it.
+READS_GGUF = (5, 23)
 # Types of models whose first token has the position after the padding token's id.
 AFTER_PADDING = r"(xlm-)?roberta(-prelayernorm|-xl)?|camembert|data2vec-text|esm|ibert|longformer|luke|mpnet|xmod"
 # Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
