@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.devices import products_in
 from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
 from .moments import Moments, Pass, alpha_is_due, broadcast_state, penalty_decay
-from .options import ClosedForm, Pam
+from .options import ClosedForm, Pam, Precision
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, method_for, solve
 from .solver import Draws, Solver, Task
 
@@ -137,10 +138,14 @@ class PamSolver(Solver):
         return penalty_decay(self.dictionary, weights, self.encoder_norm)
 
     def encode_batch(self, due: Pass, batch: Batch, draws: torch.Generator) -> tuple[Codes, Batch]:
-        """A batch's codes, and the batch, smoothed as in descent but for the last pass."""
+        """A batch's codes, and the batch: but for the last pass smoothed, and in the precision, as in descent."""
+        precision: Precision = "float32"
         if due.kind != "last":
             batch = self.smoothing(batch, draws)
-        return joined([self.dictionary.codes(rows) for rows in in_cache(batch.x)]), batch
+            precision = self.task.training.precision
+        with products_in(precision):
+            codes = joined([self.dictionary.codes(rows) for rows in in_cache(batch.x)])
+        return codes, batch
 
     def new_moments(self, due: Pass, codes_again: Callable[[], Iterator[Codes]]) -> Moments:
         """Empty sums, of the kind that solves for this decoder in the memory there is."""
