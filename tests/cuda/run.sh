@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# All that a GPU can tell about saecli, in under 25 minutes:
+# All that a GPU can tell about saecli, in about five minutes on an H100:
 #
 #     tests/cuda/run.sh [FOLDER] [--device cpu]
 #
-# Needs torch, transformers, h5py and typer, and no network. Writes cuda.md, a table, and cuda.json into FOLDER (else
-# $OUT, else cuda-day), and ends with status 1 if a part failed; the table then has its error. With --device cpu it
-# does the same in small sizes.
+# Needs saecli's dependencies, not saecli installed, and no network. Writes cuda.md, a table, and cuda.json into FOLDER
+# (else $OUT, else cuda-day), and ends with status 1 if a part failed; the table then has its error. With --device cpu
+# it does the same in small sizes.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${OUT:-cuda-day}
