@@ -29,6 +29,7 @@ from saecli.train.ridge import (
     solve,
 )
 
+slow = pytest.mark.slow
 F, E = 12, 4
 PREFIXES = (3, 7, 12)
 F64, F32 = torch.float64, torch.float32
@@ -95,7 +96,7 @@ def test_decoder_equals_stacked_least_squares(
 @pytest.mark.parametrize(
     ("kind", "d_sae", "prefixes"), [("sums", 6, ()), ("held rows", 20, ()), ("sums", F, PREFIXES)]
 )
-@pytest.mark.parametrize("spread", [0.0, 0.7])
+@pytest.mark.parametrize("spread", [0.0, pytest.param(0.7, marks=slow)])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_press_equals_refitting_without_each_row(kind, d_sae, prefixes, spread, weights):
     z, y, direction, W_t, b_t = problem(15, d_sae, E, spread=spread)
@@ -172,7 +173,9 @@ def test_an_iteration_of_two_processes_finds_the_decoder_of_one(budgets):
     torch.testing.assert_close(W, exact.W, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["sums", "streamed", "skip", "nested"])
+@pytest.mark.parametrize(
+    "case", ["streamed", *(pytest.param(case, marks=slow) for case in ("sums", "skip", "nested"))]
+)
 def test_latents_missed_least_are_those_whose_loss_costs_the_objective_least(case):
     """Columns 0, 4 and 9 are nearly equal, 2 is of one row in twenty, 6 never fires, decoders are of several sizes."""
     z, noise, direction, W_t, _ = problem(60, F, E)
