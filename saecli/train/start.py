@@ -96,8 +96,8 @@ def default_learning_rate(
         lr = 0.057 / sqrt(D) * min(1, firings / 4)^firings_power * max(1, min(most_for_few, (4000 / steps)^(1/3)))
 
     A step of Adam moves a latent, of norm about 1, by up to `lr sqrt(D)`. A latent's steps are noisier if it fires on
-    few rows per batch: `firings`, above 0. Where the decoder is solved for, that matters less, and with few steps the
-    encoder takes larger ones.
+    few rows per batch: `firings`, above 0. Where the decoder is solved for, that matters less. Few steps are larger,
+    most where the decoder is solved for.
 
     Powers are of the best rates of 4,000 steps: `sgd`'s on tiny-gemma2, digits, image patches and two worlds of known
     features, `pam-sgd`'s on SmolLM2-135M-Instruct (9,216 latents, or L0 8) and Gemma 3 270M (L0 8). On SmolLM2 the best
