@@ -131,6 +131,7 @@ def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, w
         assert (done.status, done.out.count("FVU of")) == (0, 3), done.err
 
 
+@pytest.mark.slow
 def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine):
     make_run(sae.home, "one", random_sae(TopK(3)))
     first, second = (

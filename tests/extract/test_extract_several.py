@@ -94,6 +94,7 @@ def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overfl
     assert store(sae.home, mlp["name"]).meta == meta
 
 
+@pytest.mark.slow
 def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
     sae: CommandLine, model, overflowing, text
 ):

@@ -62,6 +62,7 @@ def test_rows_are_those_of_the_model_by_name(tmp_path: Path, text: dict[str, Any
         saecli.extract(model, tokenizer=tokenizer, name="loaded", **options)
 
 
+@pytest.mark.slow
 def test_an_interrupted_store_is_resumed_by_the_same_weights_alone(
     tmp_path: Path, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

@@ -73,6 +73,7 @@ def test_stores_of_a_module_hold_what_a_plain_hook_sees(
     assert all(store["cached"] for store in again.json.get("stores", [again.json]))
 
 
+@pytest.mark.slow
 def test_the_module_of_a_site_is_that_site(sae: CommandLine, tmp_path: Path, text: Path):
     folder = save_model(tmp_path / "gemma", "gemma2")
     words = ("extract --rows 200 --json", "--model", folder, "--dataset", text)
@@ -140,6 +141,7 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     assert (origin["layer"], origin["site"]) == (1, "mlp.down_proj:in")
 
 
+@pytest.mark.slow
 def test_a_module_outside_of_blocks_is_trained_on_and_measured(
     sae: CommandLine, tmp_path: Path, text: Path
 ):

@@ -219,6 +219,7 @@ def test_report_texts_show_every_token_of_a_window(tmp_path, folder, store):
     assert len(seen) > 5
 
 
+@pytest.mark.slow
 def test_an_eos_that_the_tokenizer_appends_is_not_scored(sae: CommandLine, tmp_path):
     folder = save_model(tmp_path / "llama", "llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)

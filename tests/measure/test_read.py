@@ -252,6 +252,7 @@ def test_each_token_has_one_line_in_a_narrow_terminal(home: CommandLine):
     assert max(map(len, lines)) <= 50
 
 
+@pytest.mark.slow
 def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: CommandLine):
     z = trained_on_docs(sae)
     labels = sae.home / "runs" / "first" / "labels.json"

@@ -20,9 +20,9 @@ QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 @pytest.mark.parametrize(
     ("solver", "act", "options"),
     [
-        ("pam-sgd", "batchtopk", {"k": 4}),
+        pytest.param("pam-sgd", "batchtopk", {"k": 4}, marks=pytest.mark.slow),
         ("pam-sgd", "jumprelu", {"target_l0": 4.0}),
-        ("sgd", "gated", {"target_l0": 4.0}),
+        pytest.param("sgd", "gated", {"target_l0": 4.0}, marks=pytest.mark.slow),
     ],
 )
 def test_thresholds_are_set_on_rows_that_were_not_fitted(

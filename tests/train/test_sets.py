@@ -277,7 +277,7 @@ def expected_together(model: Path, runs: list[SAE], texts: list[list[int]], own:
     }
 
 
-@pytest.mark.parametrize("own", ["mlp", "block"])
+@pytest.mark.parametrize("own", [pytest.param("mlp", marks=pytest.mark.slow), "block"])
 def test_a_set_spliced_at_once_is_that_of_hooks_on_every_layer(sae, home, model, own):
     if own == "mlp":
         assert sae(TRAIN, *PAIRS, "--skip").status == 0
