@@ -227,12 +227,6 @@ def named_file(name: str) -> Path | None:
         return None
     if not path.is_file():
         raise ModelError(f"there is no file {name}; give the path of a GGUF file, or a hub id")
-    here = transformers.__version__
-    if tuple(int(part) for part in here.split(".")[:2]) < READS_GGUF:
-        raise ModelError(
-            f"transformers {here} reads some GGUF files wrongly: other weights, or no BOS; run "
-            f"`pip install --upgrade transformers`, for 5.23 or newer"
-        )
     return path
 
 
@@ -256,6 +250,12 @@ def from_pretrained(kind: Any, location: str, revision: str | None = None, **set
     path = named_file(location)
     if path is None:
         return kind.from_pretrained(location, **settings)
+    here = transformers.__version__
+    if tuple(int(part) for part in here.split(".")[:2]) < READS_GGUF:
+        raise ModelError(
+            f"transformers {here} reads some GGUF files wrongly: other weights, or no BOS; run "
+            f"`pip install --upgrade transformers`, for 5.23 or newer"
+        )
     if kind not in (AutoConfig, AutoTokenizer):
         settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # The reader draws progress bars that no setting of transformers hides.

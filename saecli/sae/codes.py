@@ -251,20 +251,20 @@ class SparseCodes(Codes):
             Codes(self.dense()).add_gram(gram)
         else:
             across = self._transposed
-            begins = [*across.offsets[::SPARSE_PANEL].tolist(), len(self.values)]
-            for number, (first, stop) in enumerate(pairwise(begins)):
-                begin = number * SPARSE_PANEL
+            panels = range(0, self.width, SPARSE_PANEL)
+            firsts = [*across.offsets[::SPARSE_PANEL].tolist(), len(self.values)]
+            for begin, (first, stop) in zip(panels, pairwise(firsts), strict=True):
                 width = min(SPARSE_PANEL, self.width - begin)
                 places = across.indices[first:stop] * width + across.rows[first:stop] - begin
                 panel = self.values.new_zeros(len(self.offsets) * width)
                 panel.scatter_(0, places, across.values[first:stop])
-                gram[begin:, begin : begin + width] += embedding_bag(
-                    across.indices[first:],
-                    panel.view(-1, width),
+                below = SparseCodes(
+                    across.values[first:],
                     across.offsets[begin:] - first,
-                    mode="sum",
-                    per_sample_weights=across.values[first:],
+                    across.indices[first:],
+                    across.width,
                 )
+                gram[begin:, begin : begin + width] += below.times(panel.view(-1, width))
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:

@@ -32,7 +32,7 @@ class Pass:
     number: int  # of decoder steps before it
     step: int  # encoder steps before it
     rows: int  # that it takes; others each time, if not all
-    kind: Kind  # the last takes rows unsmoothed, without the penalty
+    kind: Kind  # the last takes rows unsmoothed, in float32, without the penalty
     chooses: bool  # alpha anew
 
 

@@ -203,8 +203,7 @@ class TrainingConfig(Config):
         Precision,
         Shown(
             "Precision of matrix products in descent, and of the codes of all decoder steps but the last; bf16 sums "
-            "in float32. auto: bf16 "
-            f"if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
+            f"in float32. auto: bf16 if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
             once=True,
             advanced=True,
         ),

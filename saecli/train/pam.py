@@ -138,7 +138,7 @@ class PamSolver(Solver):
         return penalty_decay(self.dictionary, weights, self.encoder_norm)
 
     def encode_batch(self, due: Pass, batch: Batch, draws: torch.Generator) -> tuple[Codes, Batch]:
-        """A batch's codes, and the batch: but for the last pass smoothed, and in the precision, as in descent."""
+        """A batch's codes, and the batch: smoothed, and encoded in the precision of descent, but for the last pass."""
         precision: Precision = "float32"
         if due.kind != "last":
             batch = self.smoothing(batch, draws)
