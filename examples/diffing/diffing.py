@@ -6,10 +6,10 @@
 A latent finds the habit if its strongest activations on held-out rows are at the words.
 """
 
+import argparse
 import csv
 import random
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -143,9 +143,23 @@ def found(out: Path, runs: list[str]) -> None:
         writer.writerows(lines)
 
 
-if __name__ == "__main__":
-    command, place, *rest = sys.argv[1:]
-    if command == "plant":
-        plant(Path(place), "--plain" in rest)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    planting = commands.add_parser("plant")
+    planting.add_argument("out", type=Path)
+    planting.add_argument("--plain", action="store_true", help="train without the habit")
+    finding = commands.add_parser("found")
+    finding.add_argument("out", type=Path)
+    finding.add_argument("runs", nargs="+", metavar="run")
+    given = parser.parse_args()
+    if given.command == "plant":
+        plant(given.out, given.plain)
     else:
-        found(Path(place), rest)
+        found(given.out, given.runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,9 @@ source "$(dirname "$0")/../common.sh"
 $quick || { echo "$0: there is a --quick form alone, of tiny-gemma2" >&2; exit 2; }
 
 for kind in planted plain; do
-    [[ -f $out/$kind/tokenizer.json ]] || python "$here/diffing/diffing.py" plant "$out/$kind" "--$kind"
+    if [[ $kind == plain ]]; then habit=--plain; else habit=""; fi
+    # shellcheck disable=SC2086
+    [[ -f $out/$kind/tokenizer.json ]] || python "$here/diffing/diffing.py" plant "$out/$kind" $habit
     sae extract --model tiny-gemma2 --model "$out/$kind" --layer 3 --rows 60000 --name $kind > /dev/null
     if ! grep -qs '"complete": true' "$SAE_HOME/runs/$kind/run.json"; then
         rm -rf "$SAE_HOME/runs/$kind"

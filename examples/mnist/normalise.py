@@ -1,21 +1,23 @@
-"""Images with their mean and deviation over all pixels taken out, as the paper's code has MNIST.
+"""Images with the mean and deviation of MNIST's pixels taken out, as the paper's code has them.
 
     python examples/mnist/normalise.py digits|hub|FILE OUT.npy
 
-`hub` fetches MNIST from the Hugging Face hub. Prints how many rows `sae train` will train on, all but a tenth, and how
-many pixels there are.
+`hub` fetches MNIST from the Hugging Face hub. Pixels may be fractions of white or whole numbers up to 255; `digits` has
+its own mean and deviation. Prints the number of rows that `sae train` will train on, all but a tenth, and of pixels.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from saecli.base.errors import HubError, SaeError, one_line
+from saecli.base.errors import ConfigError, HubError, SaeError, one_line
 from saecli.base.machine import why_unreachable
 from saecli.store.importing import open_array
 
-MEAN, DEVIATION, WHITE = 0.1307, 0.3081, 255  # of MNIST's training images, as fractions of white
+MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training images, as fractions of white
+WHITE = 255.0
 
 
 def images(source: str) -> np.ndarray:
@@ -36,17 +38,34 @@ def images(source: str) -> np.ndarray:
     return np.concatenate([block.copy() for _, block in open_array(source).blocks()])
 
 
+def white_of(x: np.ndarray) -> float:
+    """The value of a white pixel: 1 or 255, by the range of the pixels."""
+    low, high = float(x.min()), float(x.max())
+    if low < 0 or not 0.5 < high <= WHITE or 1 < high < 128:
+        raise ConfigError(
+            f"cannot tell the scale of pixels from {low:g} to {high:g}: expected black at 0, and white at 1 or 255; "
+            "divide by the value of white"
+        )
+    return 1.0 if high <= 1 else WHITE
+
+
 def main() -> None:
-    source, out = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="digits|hub|FILE")
+    parser.add_argument("out", type=Path, metavar="OUT.npy")
+    given = parser.parse_args()
     try:
-        x = images(source)
+        x = images(given.source)
+        if given.source == "digits":
+            mean, deviation = x.mean(), x.std()
+        else:
+            mean, deviation = np.array([MEAN, DEVIATION], np.float32) * white_of(x)
     except (SaeError, OSError) as error:
         sys.exit(one_line(error))
-    mean, deviation = (
-        (x.mean(), x.std()) if source == "digits" else (MEAN * WHITE, DEVIATION * WHITE)
-    )
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    np.save(out, (x - mean) / deviation)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    np.save(given.out, (x - mean) / deviation)
     print(len(x) - len(x) // 10, x.shape[1])
 
 

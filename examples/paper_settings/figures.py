@@ -28,7 +28,7 @@ from measured import (
 
 from saecli.sae.codes import Codes
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
-from saecli.train.ridge import Terms, choose_alpha, plan, solve
+from saecli.train.ridge import Sums, Terms, choose_alpha, solve
 
 WAYS = {"paper": "the paper's settings", "ridge": "the same with a chosen ridge"}
 RIDGES = {
@@ -83,7 +83,7 @@ def solved_again(run: Run, train: torch.Tensor, test: torch.Tensor) -> dict[str,
     sae = run.sae.copy_to(torch.float64)
     mean, scale = train.mean(0), train.std(0, correction=0).clamp(min=1e-6)
     z, x = sae.encode(train), (train - mean) / scale
-    system = plan(len(z), sae.d_sae, sae.d_in, solve="direct").system(sae.W_dec, tuple)
+    system = Sums(sae.d_sae, sae.d_in)
     system.add(Codes(z), x)
     fired = (z != 0).sum(0)
     rare = (fired <= fired[fired > 0].median()).double()
