@@ -107,8 +107,7 @@ def why_silent(endpoint: str, seconds: float) -> str | None:
     from threading import Thread
     from urllib.parse import urlsplit
 
-    from huggingface_hub import get_session
-    from huggingface_hub.errors import HTTPError
+    import requests
 
     url = urlsplit(endpoint)
     host, port = url.hostname, url.port or (80 if url.scheme == "http" else 443)
@@ -118,11 +117,11 @@ def why_silent(endpoint: str, seconds: float) -> str | None:
         try:
             if not urllib.request.getproxies():  # a proxy looks names up and connects by itself
                 socket.create_connection((host, port), CONNECT_SECONDS).close()
-            get_session().head(endpoint, timeout=seconds)
+            requests.head(endpoint, timeout=seconds)
             answers.append(None)
         except socket.gaierror:
             answers.append(f"no address for {host}")
-        except (OSError, HTTPError) as error:
+        except OSError as error:
             answers.append(f"no connection to {host}, port {port}: {one_line(error)}")
 
     thread = Thread(target=ask, daemon=True)
@@ -149,7 +148,11 @@ def why_refused(repo: str, error: BaseException) -> str | None:
 def is_passing(error: BaseException | None) -> bool:
     """Whether an error comes from the network or a busy hub, not from the request."""
     from huggingface_hub.errors import HTTPError
+    from requests.exceptions import ChunkedEncodingError, Timeout
+    from requests.exceptions import ConnectionError as RefusedError
+    from requests.exceptions import HTTPError as StatusError
 
+    of_requests = StatusError | RefusedError | Timeout | ChunkedEncodingError
     status = getattr(getattr(error, "response", None), "status_code", 503)
-    is_of_network = isinstance(error, HTTPError | ConnectionError | TimeoutError)
+    is_of_network = isinstance(error, HTTPError | ConnectionError | TimeoutError | of_requests)
     return is_of_network and (status in (408, 425, 429) or status >= 500)

@@ -66,6 +66,12 @@ class Server(Config):
         elif not self.model_name:
             raise ConfigError("--endpoint needs --model-name; name a model that it serves")
 
+    @property
+    def address(self) -> str:
+        """The endpoint without a user's name and password, to be shown and kept."""
+        url = urlsplit(self.endpoint or "")
+        return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl().rstrip("/")
+
     def request(self, chat: Chat) -> dict[str, Any]:
         roles = cycle(("user", "assistant"))  # none of the system's, which some templates lack
         messages = [{"role": next(roles), "content": turn} for turn in chat]
@@ -73,7 +79,8 @@ class Server(Config):
         return {"model": self.model_name, "messages": messages, **settings}
 
     def hash(self, chat: Chat) -> str:
-        return hashlib.sha256(to_json(self.request(chat)).encode()).hexdigest()
+        asked = {"endpoint": self.address, **self.request(chat)}
+        return hashlib.sha256(to_json(asked).encode()).hexdigest()
 
 
 class Endpoint:
@@ -81,8 +88,7 @@ class Endpoint:
 
     def __init__(self, server: Server, answers: Path, listener: Listener) -> None:
         self.server, self._path, self.listener = server, answers, listener
-        # Given no key at all, the client sends the user's token for the hub, to any host.
-        self._key = os.environ.get("OPENAI_API_KEY", "").strip() or "no-key"
+        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
         self._lock, self._stopping = Lock(), Event()
         self.kept: dict[str, str] = {}  # answers, by the hash of the request
         for line in answers.read_bytes().splitlines() if answers.is_file() else []:
@@ -109,28 +115,30 @@ class Endpoint:
 
     def ask(self, chats: Sequence[Chat]) -> list[str]:
         """The answer to each chat; ModelError if the server does not answer, or refuses."""
-        requests = {self.server.hash(chat): chat for chat in chats}
-        new = {hash: chat for hash, chat in requests.items() if hash not in self.kept}
+        asked = {self.server.hash(chat): chat for chat in chats}
+        new = {hash: chat for hash, chat in asked.items() if hash not in self.kept}
         if new:
             self._ask_server(new)
+        if empty := sum(not self.kept[hash] for hash in new):
+            self.listener.warn(
+                f"{counted(empty, 'answer')} of {len(new):,} from {self.server.address} had no text: a model that "
+                f"reasons first may have used up --max-tokens {self.server.max_tokens}; give more, and run it again"
+            )
         return [self.kept[self.server.hash(chat)] for chat in chats]
 
     def _ask_server(self, chats: Mapping[str, Chat]) -> None:
-        from huggingface_hub import InferenceClient
-
         self._stopping.clear()
         server = self.server
         silence = why_silent(str(server.endpoint), BUSY_SECONDS)
         if silence is not None:
             raise ModelError(
-                f"cannot reach {server.endpoint}: {silence}; start the server, or check --endpoint"
+                f"cannot reach {server.address}: {silence}; start the server, or check --endpoint"
             )
-        client = InferenceClient(base_url=server.endpoint, api_key=self._key, timeout=TIMEOUT)
         with (
             self.listener.progress("asking", len(chats), "requests") as show,
             ThreadPoolExecutor(server.concurrency) as pool,
         ):
-            asked = [pool.submit(self._answer, client, *item) for item in chats.items()]
+            asked = [pool.submit(self._answer, *item) for item in chats.items()]
             try:
                 for done, future in enumerate(as_completed(asked), 1):
                     future.result()
@@ -139,44 +147,67 @@ class Endpoint:
                 self._stopping.set()  # the pool then ends with the answers under way, which are kept
                 raise
 
-    def _answer(self, client: Any, hash: str, chat: Chat) -> None:
-        from huggingface_hub.errors import HTTPError
+    def _answer(self, hash: str, chat: Chat) -> None:
+        import requests
 
         for wait in (*WAITS, None):
             if self._stopping.is_set():
                 return
             try:
-                completion = client.chat_completion(**self.server.request(chat))
-                answer = completion.choices[0].message.content or ""
+                response = requests.post(
+                    f"{str(self.server.endpoint).rstrip('/')}/chat/completions",
+                    json=self.server.request(chat),
+                    auth=None if urlsplit(self.server.endpoint).username else self._authorised,
+                    timeout=TIMEOUT,
+                )
+                response.raise_for_status()
                 break
-            # Those from ValueError on: no completion, such as a proxy's page.
-            except (
-                OSError,
-                HTTPError,
-                ValueError,
-                TypeError,
-                AttributeError,
-                LookupError,
-            ) as error:
+            except OSError as error:  # as all errors of requests are
                 if wait is None or not is_passing(error):
                     self._stopping.set()
                     raise self._refusal(error) from error
                 self._stopping.wait(wait)
-        # In one write, which begins the line: a kill or another process cannot mix it with the one before.
-        with self._lock, self._path.open("ab", buffering=0) as file:
-            file.write(f"\n{to_json({hash: answer})}".encode())
+        answer = self._text_of(response)
+        with self._lock:
             self.kept[hash] = answer
+            if answer:  # an empty one is asked for again by the next command
+                # In one write, which begins the line: a kill or another process cannot mix it with the one before.
+                with self._path.open("ab", buffering=0) as file:
+                    file.write(f"\n{to_json({hash: answer})}".encode())
 
-    def _refusal(self, error: BaseException) -> ModelError:
+    def _authorised(self, request: Any) -> Any:
+        """Adds the key; given nothing at all, requests would send netrc's password for the host."""
+        if self._key:
+            request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
+
+    def _text_of(self, response: Any) -> str:
+        try:
+            text = response.json()["choices"][0]["message"]["content"] or ""
+            return parse_json(to_json(text), str)
+        except (ValueError, TypeError, LookupError) as error:
+            self._stopping.set()
+            raise ModelError(
+                f"{self.server.address} answered with no chat completion: expected JSON with choices, got "
+                f"{self._shown(response.text or 'nothing')}; check --endpoint, which often ends in /v1"
+            ) from error
+
+    def _shown(self, words: str) -> str:
+        """The beginning of a server's words in one line, without what is secret."""
+        for secret, shown in ((self._key, "..."), (str(self.server.endpoint), self.server.address)):
+            words = words.replace(secret or "\0", shown)
+        return one_line(ValueError(words))
+
+    def _refusal(self, error: OSError) -> ModelError:
         server, response = self.server, getattr(error, "response", None)
         words = str(error) if response is None else f"{response.status_code} {response.text}"
-        said = one_line(ValueError(words.replace(self._key, "...")))
+        said = self._shown(words)
         if is_passing(error):
             return ModelError(
-                f"{server.endpoint} gave no answer in {counted(len(WAITS) + 1, 'attempt')}: {said}; run the same "
+                f"{server.address} gave no answer in {counted(len(WAITS) + 1, 'attempt')}: {said}; run the same "
                 f"command again to go on, {counted(len(self.kept), 'answer')} are kept"
             )
         return ModelError(
-            f"{server.endpoint} refused a request to {server.model_name}: {said}; check --endpoint, "
+            f"{server.address} refused a request to {server.model_name}: {said}; check --endpoint, "
             "--model-name and OPENAI_API_KEY"
         )

@@ -1,6 +1,7 @@
 """Asking a server of chat completions: answers kept, failures waited out or said in a sentence, keys kept secret."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,7 +100,49 @@ def test_the_token_for_the_hub_is_not_sent(
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     endpoint(served, tmp_path).ask(CHATS[:1])
-    assert served.keys == ["Bearer no-key"]
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login someone password hf_secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    endpoint(served, tmp_path).ask(CHATS[1:2])
+    assert served.keys == [None, None]
+
+
+def test_a_server_on_this_machine_is_asked_where_the_hub_is_switched_off(
+    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
+
+
+def test_an_empty_answer_is_warned_about_and_asked_for_again(served: ChatServer, tmp_path: Path):
+    served.answer = lambda turns: None if turns == ["question 1"] else "yes"
+    with pytest.warns(UserWarning, match=r"^1 answer of 3 from .* had no text: .*--max-tokens 100"):
+        assert endpoint(served, tmp_path).ask(CHATS[:3]) == ["yes", "", "yes"]
+    served.answer = lambda turns: "now"
+    assert endpoint(served, tmp_path).ask(CHATS[:3]) == ["yes", "now", "yes"]
+    assert len(served.asked) == 4
+
+
+def test_two_servers_of_one_model_do_not_share_answers(served: ChatServer, tmp_path: Path):
+    with answering(lambda turns: "another") as other:
+        assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
+        assert endpoint(other, tmp_path).ask(CHATS[:1]) == ["another"]
+
+
+def test_a_password_in_the_url_is_used_but_neither_printed_nor_kept(
+    served: ChatServer, tmp_path: Path
+):
+    with_password = served.url.replace("://", "://me:pass-word@")
+    asker = Endpoint(Server(with_password, MODEL), tmp_path / "answers.jsonl", Silent())
+    asker.ask(CHATS[:1])
+    assert served.keys == ["Basic bWU6cGFzcy13b3Jk"]
+    assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]  # kept, of the same server
+    assert len(served.asked) == 1
+    served.failing = [(401, f"no access for {with_password}"), *[(503, "busy")] * 4]
+    for chat in CHATS[1:3]:
+        with pytest.raises(ModelError) as refused:
+            asker.ask([chat])
+        assert "pass-word" not in str(refused.value)
 
 
 def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: Path):
@@ -108,9 +151,13 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
         with pytest.raises(ModelError, match=expected):
             endpoint(served, tmp_path, model_name="gpt").ask(CHATS[:1])
         assert len(served.asked) == 1
-        served.failing = [(400, '{"detail": "too long"}'), (200, "<html>a proxy's page")]
-        for said in ("400 .*too long", "Expecting value"):
-            with pytest.raises(ModelError, match=f"refused a request to judge-1: {said}"):
+        served.failing = [(400, '{"detail": "too long"}')]
+        with pytest.raises(ModelError, match=r"refused a request to judge-1: 400 .*too long"):
+            endpoint(served, tmp_path).ask(CHATS[:1])
+        for page in ("<html>a proxy's page", '{"choices": []}', '{"error": "no"}', '"hello"', ""):
+            served.failing = [(200, page)]
+            expected = f"with no chat completion: .*, got {re.escape(page or 'nothing')}; check"
+            with pytest.raises(ModelError, match=expected):
                 endpoint(served, tmp_path).ask(CHATS[:1])
         endpoint(served, tmp_path).ask(CHATS[:1])
     with pytest.raises(ModelError, match=r"cannot reach http://127.*refused; start the server"):
