@@ -141,7 +141,8 @@ def added(root: Path) -> dict[str, str]:
     )
     line("sae/formats/__init__.py", "libraries, scopes", "libraries, npz, scopes")
     write("cli/count.py", COMMAND)
-    line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
+    measure = '    "Measure": {\n'
+    line("cli/main.py", measure, f'{measure}        "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}
 
 

@@ -2,9 +2,7 @@
 
 import json
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -136,19 +134,6 @@ def test_every_command_and_function_is_one_that_users_have(readme: Path):
         _, name, *words = shlex.split(command, comments=True)
         load_command(name).make_context(name, words)
     assert {*re.findall(r"\bsaecli\.(\w+)\(", text)} <= {*saecli.__all__}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["features", "real", "training_speed"])
-def test_benchmarks_begin_and_say_their_options(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    script = ROOT / "tests" / "benchmarks" / f"{name}.py"
-    monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(str(script), run_name="__main__")
-    assert "--saelens-python" in capsys.readouterr().out
 
 
 def test_the_readme_links_to_every_other_and_takes_two_minutes():

@@ -1,5 +1,5 @@
 """The command line: `sae [--home DIR] COMMAND`. To add a command, write `saecli/cli/NAME.py` with a function `command`,
-and a line in `COMMANDS`."""
+and a line in `GROUPS`."""
 
 import inspect
 import io
@@ -17,27 +17,40 @@ from .. import __version__
 from ..base.errors import ConfigError, SaeError, one_line, printable
 from ..base.machine import is_disk_full, is_out_of_memory, rank, world
 
-COMMANDS = {
-    "extract": "Run a language model over text and store its activations.",
-    "import": "Store an array, or synthetic rows made of known features.",
-    "train": "Train a sparse autoencoder from a store or a model.",
-    "finetune": "Train an SAE on through the language model that it acts in.",
-    "refit": "Solve for the decoder of an SAE that is optimal on a store's rows.",
-    "eval": "Measure reconstruction, sparsity and the effect on the model.",
-    "controls": "Train baselines for a run: random encoder or decoder, shuffled rows, random model.",
-    "sparsity": "Show how often latents fire, and which are silent or dense.",
-    "geometry": "Measure the spline: cells, power diagram, margins, k-means and local PCA.",
-    "probe": "Compare sparse probes on latents with dense probes on activations.",
-    "read": "Show the latents that fire on a prompt, token by token.",
-    "explain": "Label latents by rules on tokens, and score the labels on held-out texts.",
-    "steer": "Generate text with SAE latents steered, next to unsteered text.",
-    "report": "Write HTML pages of latents, to be opened from disk.",
-    "export": "Write a run in another library's format.",
-    "push": "Upload a run to the Hugging Face hub, with a model card.",
-    "list": "List the stores and runs in the home folder, newest first.",
-    "rm": "Remove stores and runs with all their files.",
-    "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
+GROUPS = {
+    "Try": {
+        "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
+    },
+    "Rows": {
+        "extract": "Run a language model over text and store its activations.",
+        "import": "Store an array, or synthetic rows made of known features.",
+        "list": "List the stores and runs in the home folder, newest first.",
+        "rm": "Remove stores and runs with all their files.",
+    },
+    "Train": {
+        "train": "Train a sparse autoencoder from a store or a model.",
+        "finetune": "Train an SAE on through the language model that it acts in.",
+        "refit": "Solve for the decoder of an SAE that is optimal on a store's rows.",
+    },
+    "Measure": {
+        "eval": "Measure reconstruction, sparsity and the effect on the model.",
+        "sparsity": "Show how often latents fire, and which are silent or dense.",
+        "geometry": "Measure the spline: cells, power diagram, margins, k-means and local PCA.",
+        "probe": "Compare sparse probes on latents with dense probes on activations.",
+        "controls": "Train baselines for a run: random encoder or decoder, shuffled rows, random model.",
+    },
+    "Look": {
+        "read": "Show the latents that fire on a prompt, token by token.",
+        "explain": "Label latents by rules on tokens, and score the labels on held-out texts.",
+        "steer": "Generate text with SAE latents steered, next to unsteered text.",
+        "report": "Write HTML pages of latents, to be opened from disk.",
+    },
+    "Share": {
+        "export": "Write a run in another library's format.",
+        "push": "Upload a run to the Hugging Face hub, with a model card.",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
@@ -61,7 +74,10 @@ class LazyGroup(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # for the list
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        for group, commands in GROUPS.items():
+            if cmd_name in commands:
+                return TyperCommand(cmd_name, help=commands[cmd_name], rich_help_panel=group)
+        return None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
