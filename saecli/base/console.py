@@ -82,7 +82,8 @@ class Console:
             print(to_json(document))
             return
         for renderable in shown:
-            self._out.print(renderable, soft_wrap=isinstance(renderable, str))
+            soft_wrap = isinstance(renderable, str)
+            self._out.print(renderable, soft_wrap=soft_wrap, crop=self._out.is_terminal)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:

@@ -111,10 +111,11 @@ def demand_at_least(option: str, value: float | None, least: int = 1) -> None:
 
 
 def demand_text(option: str, text: object) -> None:
-    """ConfigError for an empty text, or one that is not Unicode: a command line of other bytes has such."""
+    """ConfigError for a blank text, or one that is not Unicode: a command line of other bytes has such."""
+    words = text.strip() if isinstance(text, str) else text
     unreadable = isinstance(text, str) and text != text.encode(errors="ignore").decode()
-    if not text or unreadable:
-        raise ConfigError(f"{option} must not be empty, and in UTF-8, got {text!a:.60}")
+    if not words or unreadable:
+        raise ConfigError(f"{option} must not be empty or blank, and in UTF-8, got {text!a:.60}")
 
 
 def number(value: float | int | None) -> str:

@@ -315,7 +315,27 @@ def steering_tables(document: Document) -> list[RenderableType]:
         for texts in document["continuations"]
         for name in ("prompt", "plain", "steered")
     ]
-    return [records_table(title, latents, columns), "".join(texts)]
+    return [records_table(title, latents, columns), "".join(texts), *_unchanged(document)]
+
+
+def _unchanged(document: Document) -> list[str]:
+    """A sentence if all texts stayed the same: why, and the scale of a large change."""
+    continuations, norm = document["continuations"], document["activation_norm"]
+    if any(texts["plain"] != texts["steered"] for texts in continuations):
+        return []
+    same = "\nthe text stayed the same"
+    if document["method"] == "ablate":
+        fires = any(line["prompt_max"] for line in document["latents"])
+        why = "what these latents add is too little" if fires else "none of these latents fires there"
+        return [f"{same}: {why}; `sae read` lists the strongest latents of a prompt"]
+    strongest = max(document["latents"], key=lambda line: abs(line["scale"]) * line["decoder_norm"])
+    if not norm or not strongest["decoder_norm"]:
+        return [f"{same}: no activation is changed; give a longer prompt, or another latent"]
+    change = abs(strongest["scale"]) * strongest["decoder_norm"] / norm
+    return [
+        f"{same}: the change of latent {strongest['latent']} has {change:.2g} times the norm of the activations; "
+        f"--scale {norm / strongest['decoder_norm']:.2g} would equal it"
+    ]
 
 
 def explanation_tables(document: Document, top: int) -> list[RenderableType]:
@@ -323,7 +343,8 @@ def explanation_tables(document: Document, top: int) -> list[RenderableType]:
     latents, means = document["latents"], document["scores"]
     kind, measures = ("rule", ["texts", "tokens"]) if means else ("given", [])
     rows = []
-    for line in latents[:top]:
+    shown_first = sorted(latents, key=lambda line: line["label"] is None)[:top]
+    for line in shown_first:
         label = line.get(kind, {"label": None, "scores": {}})
         scores = [label["scores"].get(name) for name in measures]
         frequency = line["frequency"] and f"{line['frequency']:.2%}"
@@ -334,13 +355,13 @@ def explanation_tables(document: Document, top: int) -> list[RenderableType]:
     unclear = sum(line["label"] is None for line in latents)
     note = (
         f"{counted(len(latents), 'latent')}, in {document['labels']}; {unclear:,} without a label above "
-        "chance, which other commands do not show"
+        "chance, listed last here, which other commands do not show"
     )
     shown = [table(title, ["latent", "label", "fires on", *measures], rows), note]
     if means:
         shown.append(_means_table(means, measures))
     if document.get("judged"):
-        chosen = {line["latent"] for line in latents[:top]}
+        chosen = {line["latent"] for line in shown_first}
         rows = [
             [str(line["latent"]), line["labels"], line["label"], *line["scores"].values()]
             for line in document["judged"]

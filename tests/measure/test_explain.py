@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, trained_on_docs
 from reports import index_of, save_model
+from rich.console import Console
 from sklearn.metrics import balanced_accuracy_score
 from storing import make_store as make_text_store
 
@@ -24,6 +26,7 @@ from saecli.measure.measured import ChosenRows
 from saecli.measure.rules import balanced_accuracy
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
+from saecli.show.measures import explanation_tables
 from saecli.store.split import is_test
 
 ENDING = "running walking singing eating telling asking going".split()
@@ -234,6 +237,21 @@ def test_balanced_accuracy_is_scikit_learns():
 @pytest.mark.slow
 def test_python_returns_what_the_command_prints(sae: CommandLine, planted: Planted):
     assert sae("explain run --json").json == saecli.explain("run", home=planted.home)
+
+
+def test_latents_above_chance_are_listed_first_and_the_others_counted(planted: Planted):
+    document = saecli.explain("run", home=planted.home)
+    document["latents"][3]["label"] = None
+    unclear = [line["latent"] for line in document["latents"] if line["label"] is None]
+    console = Console(width=140)
+    with console.capture() as captured:
+        console.print(*explanation_tables(document, 100))
+    listed = re.findall(r"^│ (\d+) ", captured.get(), re.MULTILINE)
+    assert [int(number) for number in listed[-len(unclear) :]] == unclear
+    assert len(listed) == len(document["latents"]) > len(unclear) > 1
+    assert f"{len(unclear)} without a label above chance, listed last here" in " ".join(
+        captured.get().split()
+    )
 
 
 def test_a_file_keeps_labels_of_all_kinds_and_shows_given_ones_first(planted: Planted):

@@ -233,6 +233,26 @@ def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: Com
     assert "scale" not in done.out
 
 
+def test_a_text_that_stays_the_same_is_said_with_the_scale_of_a_large_change(home: CommandLine):
+    words = ("steer", "first", "--latent", "3", "--prompt", "Return the number")
+    small = home(*words, "--scale", "1e-7", "--max-new-tokens", "3")
+    document = home(*words, "--scale", "1e-7", "--max-new-tokens", "3", "--json").json
+    (latent,) = document["latents"]
+    full = document["activation_norm"] / latent["decoder_norm"]
+    assert (
+        f"the text stayed the same: the change of latent 3 has {1e-7 / full:.2g} times" in small.out
+    )
+    assert f"--scale {full:.2g} would equal it" in small.out
+    assert "stayed the same" not in home(*words, "--scale", "1e4", "--max-new-tokens", "3").out
+    fired = saecli.read("first", "Return the number", latents="listed", top=20, home=home.home)
+    silent = min({*range(20)} - {line["latent"] for line in fired["latents"]})
+    ablated = home(
+        *("steer", "first", "--latent", str(silent), "--prompt", "Return the number"),
+        *("--method", "ablate", "--max-new-tokens", "3"),
+    )
+    assert "the text stayed the same: none of these latents fires there" in ablated.out
+
+
 @pytest.mark.slow
 def test_a_hook_point_that_a_file_does_not_name_is_given(home: CommandLine):
     words = ("--latent", "3", "--scale", "20", "--prompt", "Return", "--json")
