@@ -128,6 +128,10 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
     file = named_file(name)
     if file is None and not Path(name).is_dir():
         name, _, own = name.partition("@")
+        if own and revision not in (None, own):
+            raise ConfigError(
+                f"--model names {own} of {name}, and --model-revision {revision}: give one of the two"
+            )
         revision = revision or own or None
     if name not in BUNDLED and file is None and not Path(name).is_dir():
         return _on_hub(name, revision)

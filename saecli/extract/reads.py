@@ -28,7 +28,7 @@ LEAST = 1e-3  # of the mean over dimensions
 
 @torch.no_grad()
 def weights_read(norms: Iterable[Sequence[nn.Module]]) -> Tensor | None:
-    """The root mean square, (D,), of the weights of the `reading_norms` of blocks; None if there are none.
+    """The root mean square, (D,), of the weights of the `reading_norms` of blocks; None without any but 0.
 
     The weight of a norm that multiplies by 1 plus its parameter (Gemma) is that sum.
     """
@@ -36,7 +36,8 @@ def weights_read(norms: Iterable[Sequence[nn.Module]]) -> Tensor | None:
     if not factors:
         return None
     reads = torch.stack(factors).square().mean(0).sqrt()
-    return reads.clamp(min=LEAST * reads.mean().item())
+    mean = reads.mean().item()
+    return reads.clamp(min=LEAST * mean) if 0 < mean < torch.inf else None
 
 
 def reading_norms(block: nn.Module) -> list[nn.Module]:

@@ -326,7 +326,9 @@ def _unchanged(document: Document) -> list[str]:
     same = "\nthe text stayed the same"
     if document["method"] == "ablate":
         fires = any(line["prompt_max"] for line in document["latents"])
-        why = "what these latents add is too little" if fires else "none of these latents fires there"
+        why = (
+            "what these latents add is too little" if fires else "none of these latents fires there"
+        )
         return [f"{same}: {why}; `sae read` lists the strongest latents of a prompt"]
     strongest = max(document["latents"], key=lambda line: abs(line["scale"]) * line["decoder_norm"])
     if not norm or not strongest["decoder_norm"]:

@@ -82,6 +82,9 @@ def test_revisions_are_branches_tags_and_commits(hub: ModelHub, files, monkeypat
     repo.commit(files | {"model.safetensors": files["model.safetensors"] + b" "})
     assert find_model(MODEL).revision == repo.head
     assert find_model(MODEL, "step1").revision == find_model(f"{MODEL}@step1").revision == early
+    assert find_model(f"{MODEL}@step1", "step1").revision == early
+    with pytest.raises(ConfigError, match=r"--model names step1 of .*, and --model-revision main"):
+        find_model(f"{MODEL}@step1", "main")
     assert find_model(MODEL, early).identity() == find_model(MODEL, "step1").identity()
     assert find_model(MODEL).identity() != find_model(MODEL, "step1").identity()
     with pytest.raises(ModelError, match=f"{MODEL}@step2 is no branch, tag or commit"):

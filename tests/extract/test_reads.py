@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from saecli.extract.options import HookPoint
-from saecli.extract.reads import reading_norms
+from saecli.extract.reads import reading_norms, weights_read
 
 NORMS = {
     "input_layernorm post_attention_layernorm": "llama gemma phi3 mixtral gpt_neox bloom stablelm",
@@ -83,3 +83,14 @@ def test_the_norms_of_later_blocks_read_the_residual_stream(
     assert not torch.equal(model.reads(HookPoint(0, "resid_pre")), reads)
     assert model.reads(HookPoint(0, "mlp_in")) is None
     assert model.reads(HookPoint(1, "resid_post")) is None
+
+
+@pytest.mark.parametrize("weight", [0.0, torch.inf, torch.nan])
+def test_norms_that_let_nothing_through_say_nothing_about_reads(weight: float):
+    norms = [nn.RMSNorm(4), nn.LayerNorm(4)]
+    for norm in norms:
+        nn.init.constant_(norm.weight, weight)
+    assert weights_read([norms]) is None
+    nn.init.constant_(norms[0].weight, 1e-30)
+    nn.init.constant_(norms[1].weight, 2.0)
+    assert (weights_read([norms]) > 0).all()
