@@ -14,6 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from .errors import RunError
 
 Document = TypeVar("Document")
+Layer = Annotated[int, Ge(0)]
+Fraction = Annotated[float, Gt(0), Le(1)]
 RUN_VERSION = 1  # of run.json
 
 
@@ -37,12 +39,12 @@ class Origin:
 
     model: str | None = None  # hub id, folder or name of the language model
     revision: str | None = None  # its commit on the hub
-    layer: int | None = None  # block, from 0
+    layer: Layer | None = None  # block, from 0
     site: str | None = None  # hook point in the block; a module's whole name without a layer
     dataset: str | None = None
     context: int | None = None  # tokens in a window
     prepend_bos: bool | None = None  # whether windows begin with special tokens
-    target_layer: int | None = None  # of a transcoder
+    target_layer: Layer | None = None  # of a transcoder
     target_site: str | None = None
     # Of a crosscoder, layer and site of each input, in order, and its model and revision where these differ.
     inputs: tuple[dict[str, Any], ...] | None = None
@@ -50,8 +52,8 @@ class Origin:
     data_hash: str | None = None  # `Joined.hash` of the stores
     beside: tuple[str, ...] | None = None  # references of further stores
     target: str | None = None  # reference of the targets' store
-    split_seed: int | None = None
-    fraction: float | None = None  # of the training rows that was trained on
+    split_seed: Annotated[int, Ge(0)] | None = None
+    fraction: Fraction | None = None  # of the training rows that was trained on
 
 
 def point_words(layer: int | None, site: str, between: str = ", ") -> str:
@@ -77,7 +79,7 @@ class Trained:
     """The training settings that determine an SAE's data and width."""
 
     split_seed: Annotated[int, Ge(0)]
-    fraction: Annotated[float, Gt(0), Le(1)]
+    fraction: Fraction
     d_sae: Annotated[int, Ge(1)] | None = None
 
 

@@ -227,6 +227,7 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(SAELENS, normalize_activations="layer_norm"), "normalize_activations 'layer_norm'"),
     (at(SAELENS, "topk", k=1000), "1000"),
     (at(SAELENS, "topk"), "k must be a valid integer, got None"),
+    (text_in(SAELENS, "cfg.json", '{"metadata": {}}'), "architecture None"),
     (without(SAELENS, "sae_weights.safetensors", "b_dec"), "missing"),
     (at(SAELENS, "transcoder", changed={"W_skip": np.ones((D, D))}), "unexpected"),
     (at(SAELENS, width=E), "expected W_dec of shape"),
@@ -252,6 +253,8 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(qwen, name="qwen"), "does not say k"),
     (at(qwen, name="L0_50"), "20"),
     *((at(TRACER, text=text), said) for text, said in YAML),
+    (at(TRACER, text="model_kind: transcoder_set\nactivation: gelu"), "activation 'gelu'"),
+    (at(TRACER, kind="jumprelu", threshold=-0.5), "thresholds of at least 0, got -0.5"),
     (two_layers, "name it"),
     (at(TRACER, layer="x"), "no SAE found"),
 ]

@@ -13,14 +13,15 @@ import numpy as np
 import published
 import pytest
 import torch
-from homes import D, sae_for
+from homes import D, random_sae, sae_for
 from launching import captured
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from storing import damaged
 
 from saecli.base.errors import FormatError
-from saecli.sae.formats import WRITABLE, load, save
+from saecli.sae.activations import BatchTopK
+from saecli.sae.formats import WRITABLE, SavedSAE, load, save
 
 TIMES = 120  # that each file is damaged
 HUGE = 10**13
@@ -66,6 +67,93 @@ def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(
         path.write_bytes(content)
         assert refused > TIMES / 20
     load(folder)
+
+
+def native(folder: Path, **entries: object) -> None:
+    """A file of this tool's own, of 20 latents and 8 dimensions, with other entries in its header."""
+    save(SavedSAE(random_sae(BatchTopK(k=4))), "native", folder)
+    path = folder / "sae.safetensors"
+    with safe_open(path, framework="pt") as opened:
+        header = json.loads(opened.metadata()["saecli"])
+    save_file(load_file(path), path, {"saecli": json.dumps(header | entries)})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        *(
+            {"prefixes": ends}
+            for ends in ([2, 5], [5, 2, 20], [-1, 20], [3, 99], [0, 20], [5, 5, 20])
+        ),
+        *({"prefixes": ends} for ends in ([2.5, 20], ["5", 20], 20, [True, 20])),
+        *({"widths": widths} for widths in ([1, 2], [9, 9], [-8, 16], [0, 8], [8.0])),
+        *({"origin": {"layer": layer}} for layer in (-1, 1.5, "3", True)),
+        {"widths": [4, 4], "origin": {"inputs": [{"site": 5}, {"site": "resid_post"}]}},
+        {"widths": [4, 4], "origin": {"inputs": [{"layer": -2, "site": "mlp_out"}, {}]}},
+        {"origin": {"fraction": 0}},
+        {"origin": {"split_seed": -1}},
+        *({"activation": {"name": "batchtopk", "k": k}} for k in (0, -1, 21, 2.5, None, True, "4")),
+        {"activation": {"name": "batchtopk", "k": 4, "extra": 1}},
+        {"activation": {"name": "swish"}},
+        {"activation": []},
+        {"transcodes": "yes"},
+        {"format_version": 99},
+    ],
+)
+def test_entries_of_a_header_that_do_not_fit_are_refused(tmp_path: Path, entries: dict) -> None:
+    native(tmp_path / "sae", **entries)
+    with pytest.raises(FormatError, match=r"sae\.safetensors: .*(expected|must|at most)"):
+        load(tmp_path / "sae")
+
+
+def test_prefixes_and_widths_that_fit_are_kept(tmp_path: Path) -> None:
+    native(tmp_path / "nested", prefixes=[2, 5, 20])
+    assert load(tmp_path / "nested").sae.prefixes == (2, 5, 20)
+    native(tmp_path / "cross", widths=[1, 7])
+    assert load(tmp_path / "cross").sae.widths == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("group_sizes", sizes)
+            for sizes in ([5, 5], [20, -5, 5], [0, 20], [], [5.5, 14.5], [[20]])
+        ),
+        *(("k", k) for k in (0, 21, 3.7, [4, 4], -1)),
+        *(("threshold", threshold) for threshold in (np.nan, np.inf, [0.5] * 20, 1)),
+    ],
+)
+def test_tensors_of_settings_that_do_not_fit_are_refused(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    published.dictionary_learning(tmp_path, "MatryoshkaBatchTopKSAE")
+    rename(tmp_path, key, torch.tensor(value))
+    with pytest.raises(FormatError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "hyperparams",
+    [
+        {"jump_relu_threshold": -0.5},
+        {"jump_relu_threshold": float("nan")},
+        *(
+            {"dataset_average_activation_norm": {"in": norm, "out": 1.0}}
+            for norm in (0.0, -1.0, float("nan"), float("inf"), 1e-320)
+        ),
+    ],
+)
+def test_scales_that_make_no_finite_weights_are_refused(tmp_path: Path, hyperparams: dict) -> None:
+    published.llama_scope(tmp_path, **hyperparams)
+    with pytest.raises(FormatError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+def test_gates_that_overflow_are_refused(tmp_path: Path) -> None:
+    published.saelens(tmp_path, "gated", changed={"r_mag": np.full(20, 1000.0)})
+    with pytest.raises(FormatError, match="expected finite numbers"):
+        load(tmp_path)
 
 
 def safetensors(dtype: str) -> bytes:
@@ -121,6 +209,7 @@ import resource, sys, torch
 from pathlib import Path
 from saecli.sae.activations import Relu, ReluTopK
 from saecli.base.errors import FormatError
+from saecli.sae.activations import BatchTopK
 from saecli.sae.formats import FORMATS, WRITABLE, SavedSAE, save
 from saecli.sae.dictionary import SAE
 sae = SAE(torch.ones(64, 256), torch.ones(256), torch.ones(256, 64), torch.ones(64), ReluTopK(k=2))

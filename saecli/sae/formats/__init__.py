@@ -36,7 +36,15 @@ from ..activations import (
 )
 from ..dictionary import SAE
 from . import circuit_tracer, libraries, scopes
-from .common import SavedSAE, assemble, matching, read_safetensors, unscaled, write_tensors
+from .common import (
+    SavedSAE,
+    assemble,
+    check_finite,
+    matching,
+    read_safetensors,
+    unscaled,
+    write_tensors,
+)
 from .hooks import settled
 
 
@@ -123,6 +131,7 @@ def load_native(folder: Path) -> SavedSAE:
     try:
         demand_version(metadata["saecli"], NATIVE_VERSION)
         header = parse_json(metadata["saecli"], Header)
+        parse_json(to_json(header.origin.inputs or ()), tuple[Origin, ...])  # only to check them
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
@@ -244,21 +253,31 @@ def load(
         path /= form.among(_files_in(path), str(path))[-1]
     try:
         saved = form.load(path)
-    except (RuntimeError, ArithmeticError, LookupError, TypeError) as error:  # of damaged entries
+    except FormatError:
+        raise
+    except (
+        RuntimeError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # of damaged entries
         raise FormatError(
             f"cannot read {path}: {one_line(error)}; check that the file is whole"
         ) from error
     if processing is not None:
         saved = replace(saved, processing=saved.processing | dict(processing))
     saved = settled(saved)
-    if not saved.scaled:
-        return saved
-    if row_scale is None:
+    if saved.scaled and row_scale is None:
         raise FormatError(
             f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
             "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens"
         )
-    return replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
+    if saved.scaled and row_scale is not None:
+        saved = replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
+    check_finite(path, saved.sae)
+    return saved
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:

@@ -44,9 +44,15 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     further = {name: own for name, own in (common.SKIP | THRESHOLD).items() if name in stored}
     tensors = common.renamed(file, stored, NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
+    common.refuse_unless(path, config, "activation", None, "topk", activation.name)
     if config.get("activation") == "topk":
         activation = common.configured(path, TopK, k=config.get("k"))
     sae = common.assemble(file, tensors, activation, transcodes=True)
+    if isinstance(activation, JumpRelu) and (tensors["threshold"] < 0).any():
+        raise FormatError(
+            f"{file}: expected thresholds of at least 0, got {tensors['threshold'].min():g}, below which "
+            "circuit-tracer's codes are negative, which cannot be expressed here"
+        )
     origin = {"model": config.get("model_name"), "layer": layer}
     for of, side in (("", "input"), ("target_", "output")):
         hook = config.get(f"feature_{side}_hook")

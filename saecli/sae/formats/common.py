@@ -8,9 +8,10 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ SKIP = {"W_skip": "W_skip.T"}  # of libraries that compute `x @ W_skip.T`
 THRESHOLD = {"threshold": "threshold"}
 GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
-ORIGIN = {entry.name: get_args(entry.type)[0] for entry in fields(Origin)}  # types
+ORIGIN = {name: get_args(kind)[0] for name, kind in get_type_hints(Origin).items()}
 TO_FIT = "end other programs, or read it on a machine with more"
 
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
@@ -92,13 +93,21 @@ def assemble(
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
     names = (*WEIGHTS, *activation.parameters(1), *skip)
     tensors = renamed(path, tensors, {name: name for name in names})
-    d_sae = _check_shapes(path, tensors, activation, transcodes)
+    d_in, d_sae, d_out = _check_shapes(path, tensors, activation, transcodes)
+    rise = all(before < after for before, after in pairwise((0, *prefixes)))
+    if prefixes and (prefixes[-1] != d_sae or not rise):
+        raise FormatError(
+            f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}"
+        )
+    if widths and (min(widths) < 1 or sum(widths) != d_in or d_out != d_in):
+        raise FormatError(
+            f"{path}: expected widths of hook points that sum to {d_in}, got {list(widths)}"
+        )
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     copied = [
         tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()
     ]
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
-    _check_finite(path, tensors)
     configured(path, activation.check, d_sae=d_sae)
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
@@ -117,8 +126,8 @@ def assemble(
 
 def _check_shapes(
     path: Path, tensors: Mapping[str, Tensor], activation: Activation, transcodes: bool
-) -> int:
-    """F of tensors by this tool's names; FormatError unless they fit each other."""
+) -> tuple[int, int, int]:
+    """D, F and E of tensors by this tool's names; FormatError unless they are numbers that fit each other."""
     W_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
     if W_enc.ndim != 2 or not W_enc.numel():
         raise FormatError(
@@ -141,13 +150,14 @@ def _check_shapes(
             raise FormatError(
                 f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}"
             )
-    return d_sae
-
-
-def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise FormatError(f"{path}: expected floating-point {name}, got {tensor.dtype}")
+    return d_in, d_sae, d_out
+
+
+def check_finite(path: Path, sae: SAE) -> None:
+    """FormatError for numbers that are not finite, in a file or by factors in it."""
+    for name, tensor in sae.tensors().items():
         if not tensor.isfinite().all():
             raise FormatError(f"{path}: expected finite numbers in {name}; the file is damaged")
 
@@ -227,9 +237,11 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """An origin from another library's entries, without those of unexpected types."""
+    """An origin from another library's entries, without those of unexpected types, or negative."""
     origin: dict[str, Any] = {
-        name: value for name, value in entries.items() if type(value) is ORIGIN[name]
+        name: value
+        for name, value in entries.items()
+        if type(value) is ORIGIN[name] and (type(value) is not int or value >= 0)
     }
     for pattern, on_hub in MODELS.items():
         if re.fullmatch(pattern, origin.get("model", "")):

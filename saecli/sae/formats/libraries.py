@@ -12,6 +12,7 @@ the module whose output it reads, or a transcoder predicts from its input.
 dictionary_learning: see `CLASSES`. Its AutoEncoder scales decoder rows to unit norm on loading.
 """
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a s
 def load_saelens(folder: Path) -> SavedSAE:
     path, file = folder / SAELENS_CONFIG, folder / SAELENS_WEIGHTS
     config = common.read_config(path, dict[str, Any])
-    if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
+    if not isinstance(config.get("metadata"), dict):
         config = _from_before_6(path, config)
+    config = {"architecture": None} | config
     metadata, activation = config["metadata"], _activation(path, config)
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
@@ -288,14 +290,14 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     tensors = common.renamed(file, stored, layout.names | {name: name for name in extra})
     settings = {}
     if "k" in layout.extras:
-        settings["k"] = int(tensors.pop("k")) if "k" in extra else trainer.k
+        settings["k"] = tensors.pop("k").item() if "k" in extra else trainer.k
     activation = common.configured(file, layout.activation, **settings)
     if "threshold" not in activation.parameters(1):
         tensors.pop("threshold", None)
     prefixes: Prefixes = ()
     if "group_sizes" in tensors:
-        sizes = tensors.pop("group_sizes").tolist()
-        prefixes = tuple(accumulate(sizes)) if len(sizes) > 1 else ()
+        sizes = map(operator.index, tensors.pop("group_sizes").tolist())
+        prefixes = tuple(accumulate(sizes)) or (0,)
     site = trainer.submodule_name
     if isinstance(site, str):
         site = re.sub(r"_layer_?\d+", "", site)

@@ -13,9 +13,10 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Lt
 
 from ...base.errors import FormatError
 from ..activations import JumpRelu, Relu, TopK
@@ -114,8 +115,8 @@ _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 class Hyperparameters:
     """The entries used here; a `Literal` is the one value that can be expressed."""
 
-    jump_relu_threshold: float
-    dataset_average_activation_norm: dict[str, float]
+    jump_relu_threshold: Annotated[float, Ge(0)]
+    dataset_average_activation_norm: dict[str, Annotated[float, Gt(0), Lt(math.inf)]]
     hook_point_in: Any = None
     hook_point_out: Any = None
     sparsity_include_decoder_norm: bool = True
