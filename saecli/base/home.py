@@ -97,7 +97,8 @@ class Shelf:
         names = self.names()
         chosen: list[str] = []
         for word in words:
-            is_pattern = word not in names and not {*"*?["}.isdisjoint(word)
+            is_name = word in names or "://" in word  # of a run, or a URL
+            is_pattern = not is_name and not {*"*?["}.isdisjoint(word)
             matches = matches_of(names, word) if is_pattern else [word]
             if not matches:
                 raise self.error(f"no {self.noun} matches {word!r}; {self.instead_of(word)}")

@@ -24,7 +24,11 @@ _PATH = re.compile(
     rf"(?:hf://)?({_PART}/{_PART})(?:@(refs/(?:pr/\d+|convert/\w+)|[^/@]+))?"
     rf"(?:/({_INNER}(?:/{_INNER})*))?(?:@(.+))?/?"
 )
-_WEB = re.compile(r"https?://[^/]+/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(?:/(.*?))?)?/?")
+_PAGE = re.compile(
+    rf"/(?!(?:datasets|spaces)/)({_PART}/{_PART})"
+    r"(?:/(?:tree|blob|resolve|raw)/(refs/pr/\d+|[^/]+)(?:/(.*?))?)?/?"
+)
+HOSTS = ("huggingface.co", "hf.co")  # and that of HF_ENDPOINT
 SHOWN = 8  # folders that a message lists
 
 
@@ -36,11 +40,29 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or a web page's URL."""
-        if web := _WEB.fullmatch(text.partition("?")[0]):
-            return cls(web[1], unquote(web[3] or ""), web[2] and unquote(web[2]))
+        """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or the URL of its page on
+        the hub; HubError for other URLs."""
+        if "://" in text and not text.startswith("hf://"):
+            return cls._of_page(text)
         path = _PATH.fullmatch(text)
         return None if path is None else cls(path[1], path[3] or "", path[2] or path[4])
+
+    @classmethod
+    def _of_page(cls, url: str) -> Self:
+        from huggingface_hub import constants
+
+        scheme, _, rest = url.partition("://")
+        host, _, path = re.split("[?#]", rest)[0].partition("/")
+        page = _PAGE.fullmatch(f"/{path}")
+        hosts = {constants.ENDPOINT.partition("://")[2], *HOSTS}
+        if scheme not in ("https", "http") or host.lower() not in hosts or page is None:
+            shown = f"{scheme}://{host.rpartition('@')[2]}/{path}"  # without a password
+            raise HubError(
+                f"{shown} is no page of an SAE on the Hugging Face hub: expected "
+                f"https://{HOSTS[0]}/USER/REPO, perhaps with /tree/REVISION/FOLDER after it; give such a page, or "
+                "download the files and name their folder"
+            )
+        return cls(page[1], unquote(page[3] or ""), page[2] and unquote(page[2]))
 
     def __str__(self) -> str:
         path = f"{self.repo}/{self.folder}" if self.folder else self.repo
@@ -126,7 +148,10 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
     chosen, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
     with hub_errors(address):
         patterns = [glob.escape(name) for name in names]
+        # By the branch's name, which the cache then knows without a network.
         folder = snapshot_download(address.repo, revision=address.revision, allow_patterns=patterns)
+        if Path(folder).name != info.sha:  # another commit came in between
+            folder = snapshot_download(address.repo, revision=info.sha, allow_patterns=patterns)
     return str(chosen), Path(folder) / chosen.folder
 
 

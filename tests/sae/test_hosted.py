@@ -9,7 +9,7 @@ import published
 import pytest
 import torch
 from homes import MLP, CommandLine, make_run, make_store, make_transcoder, random_sae, some_rows
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import HfApi, ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
@@ -49,8 +49,11 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
         ("a/b@v1", Address("a/b", "", "v1")),
         ("a/b/c@v1", Address("a/b", "c", "v1")),
         ("a/b@v1/c/d", Address("a/b", "c/d", "v1")),
-        ("https://hub/a/b/tree/refs%2Fpr%2F1/a%20b?x=1", Address("a/b", "a b", "refs/pr/1")),
-        ("https://hub/a/b?library=sae", Address("a/b")),
+        ("https://hf.co/a/b/tree/refs%2Fpr%2F1/a%20b?x=1", Address("a/b", "a b", "refs/pr/1")),
+        ("https://hf.co/a/b?library=sae#readme", Address("a/b")),
+        ("http://HuggingFace.co/a/b/tree/refs/pr/1", Address("a/b", "", "refs/pr/1")),
+        ("https://hf.co/a/b/resolve/v1/c/layer5.sae.pt", Address("a/b", "c/layer5.sae.pt", "v1")),
+        ("https://hf.co/a/b/blob/main/ae.pt/", Address("a/b", "ae.pt", "main")),
         ("a/b@refs/pr/3/c", Address("a/b", "c", "refs/pr/3")),
         ("a/b/c@refs/pr/3", Address("a/b", "c", "refs/pr/3")),
         ("a/b/", Address("a/b")),
@@ -63,6 +66,48 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
 )
 def test_addresses(text: str, address: Address | None) -> None:
     assert Address.parse(text) == address
+
+
+OTHERS = """https://github.com/openai/sparse_autoencoder https://huggingface.co.evil.com/a/b https://huggingface.co:1/a/b
+https://huggingface.co@evil.com/a/b https://user:secret@huggingface.co/a/b https://evil.com/huggingface.co/a/b/c
+https://huggingface.co/datasets/a/b https://huggingface.co/datasets/a https://huggingface.co/spaces/a/b https://[::1/a/b
+https://huggingface.co/a/b/discussions/1 https://huggingface.co/a https://huggingface.co https://huggingface.co/../b
+https://xhuggingface.co/a/b https://evil.com?huggingface.co/a/b https://evil.com#@huggingface.co/a/b s3://a/b
+https://huggingface.co\\.evil.com/a/b file:///home/a/b ftp://huggingface.co/a/b https:///a/b ://huggingface.co/a/b"""
+
+
+@pytest.mark.parametrize("url", OTHERS.split())
+def test_pages_of_other_hosts_are_not_asked_for_on_the_hub(
+    sae: CommandLine, hub: ModelHub, url: str
+) -> None:
+    done = sae("eval", url).fails(1, "is no page of an SAE on the Hugging Face hub: expected")
+    assert not hub.asked and "secret" not in done.err and done.err.count("\n") == 1
+
+
+def test_pages_of_the_endpoint_are_the_hubs(
+    sae: CommandLine, hub: ModelHub, tmp_path: Path
+) -> None:
+    save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
+    hub.add("someone/saes", files_of(tmp_path / "a"))
+    done = sae("eval", f"{hub.address}/someone/saes/tree/main/first?x=1", "--json")
+    assert done.json["runs"][0]["run"] == "someone/saes/first@main"
+
+
+def test_files_are_fetched_of_the_commit_that_was_listed(
+    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = random_sae()
+    save(SavedSAE(first), "saelens", tmp_path / "old")
+    save(SavedSAE(random_sae(seed=1)), "dictionary-learning", tmp_path / "new")
+    repo, ask = hub.add("someone/saes", files_of(tmp_path / "old")), HfApi.model_info
+
+    def ask_before_a_push(*args, **settings):
+        info = ask(*args, **settings)
+        repo.commit(files_of(tmp_path / "new"))
+        return info
+
+    monkeypatch.setattr(HfApi, "model_info", ask_before_a_push)
+    assert torch.equal(saecli.load_sae("someone/saes").W_enc, first.W_enc)
 
 
 @pytest.mark.slow
