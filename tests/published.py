@@ -1,7 +1,7 @@
 """Folders of SAEs as libraries save and publish them, of random weights, and their formulas in float64.
 
 Gemma Scope 2, Llama Scope and Qwen-Scope are written from the descriptions of these releases, as their own files are
-large and on the hub. Shapes: D rows' width, E targets', F latents.
+large and on the hub. Shapes: D rows' width, E targets', F latents, n layers of a crosscoder.
 """
 
 import json
@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 
 from saecli.sae.dictionary import SAE
 
-D, E, F, K = 8, 6, 20, 4
+D, E, F, K, PLACES = 8, 6, 20, 4, 3
 ROWS = np.random.default_rng(9).normal(size=(200, D)) + 1.5
+WIDE_ROWS = np.random.default_rng(8).normal(size=(200, PLACES * D)) + 1.5
 
 
 @dataclass(frozen=True)
 class Published:
-    """A folder or file, and what its formula says of `ROWS`."""
+    """A folder or file, and what its formula says of `ROWS`, or of `WIDE_ROWS` for a crosscoder."""
 
     path: Path
     codes: np.ndarray
@@ -32,7 +33,7 @@ class Published:
 def assert_reads(sae: SAE, expected: Published) -> None:
     """An SAE read has the codes and predictions of its formula, some but not all of which are zero."""
     assert 0.02 < (expected.codes != 0).mean() < 0.9
-    x = torch.from_numpy(ROWS).float()
+    x = torch.from_numpy(WIDE_ROWS if sae.widths else ROWS).float()
     np.testing.assert_allclose(sae.encode(x), expected.codes, rtol=1e-4, atol=5e-5)
     error = np.abs(sae(x).numpy() - expected.predicted).max()
     assert error < 1e-5 * np.abs(expected.predicted).max()
@@ -157,6 +158,35 @@ def saelens(
     return formula(folder, w, acts.get(architecture, relu), subtract)
 
 
+def saelens_checkpoint(
+    folder: Path,
+    threshold: float = 0.5,
+    factor: float | None = None,
+    widths: tuple[int, ...] = (),
+    **config: Any,
+) -> Published:
+    """Of training a batchtopk, or a nested one; `factor` of rows and targets is in a file of its own."""
+    kind = {"architecture": "matryoshka_batchtopk" if widths else "batchtopk", "k": 3.5}
+    details = kind | ({"matryoshka_widths": [*widths]} if widths else {})
+    scaling = "expected_average_only_in" if factor else "none"
+    saelens(
+        folder,
+        changed={"topk_threshold": np.array(threshold)},
+        metadata={"sae_lens_version": "6.54.12", "training_architecture_details": details},
+        **details
+        | {"normalize_activations": scaling, "rescale_acts_by_decoder_norm": True}
+        | config,
+    )
+    write_json(
+        folder / "activation_scaler.json", {"scaling_factor": factor, "has_whitening": False}
+    )
+    w = weights()
+    norms = np.linalg.norm(w["W_dec"], axis=1)
+    w |= {"W_dec": w["W_dec"] / norms[:, None], "W_enc": w["W_enc"] * norms}
+    w |= {"b_enc": w["b_enc"] * norms}
+    return formula(folder, w, lambda pre: jumprelu(pre, threshold), True, factor or 1)
+
+
 def saelens_5(
     folder: Path,
     extra: dict[str, np.ndarray] | None = None,
@@ -234,10 +264,19 @@ def gemma_scope(folder: Path, factor: float = 1) -> Published:
     return formula(folder, w, lambda pre: jumprelu(pre, threshold), factor=factor)
 
 
-def goodfire(path: Path) -> Published:
+def goodfire(path: Path, part: str = "_linear") -> Published:
     w = weights()
-    write(path, linear(w, "_linear") | {"decoder_linear.bias": w["b_dec"]})
+    write(path, linear(w, part) | {f"decoder{part}.bias": w["b_dec"]})
     return formula(path, w, relu)
+
+
+def attention_heads(path: Path) -> Published:
+    """As Kissane et al. name it, with a configuration beside it."""
+    w = weights()
+    write(path, w)
+    settings = {"act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"}
+    write_json(path.with_name(f"{path.stem}_cfg.json"), settings)
+    return formula(path, w, relu, True)
 
 
 def qwen_transcoder(path: Path) -> Published:
@@ -307,14 +346,36 @@ def gemma_scope_2(
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
 
 
+def gemma_scope_2_crosscoder(folder: Path, **config: Any) -> Published:
+    """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M."""
+    codes, predicted = [], np.zeros((len(WIDE_ROWS), PLACES, D))
+    shapes = {"w_enc": (D, F), "b_enc": (F,), "w_dec": (F, PLACES, D), "b_dec": (D,)}
+    for place in range(PLACES):
+        arrays = normals(place, **shapes, threshold=(F,))
+        arrays["w_dec"][:, :place] = 0  # earlier layers are not written to
+        w = write(folder / f"params_layer_{place}.safetensors", arrays)
+        x = WIDE_ROWS[:, place * D : (place + 1) * D]
+        codes.append(jumprelu(x @ w["w_enc"] + w["b_enc"], w["threshold"]))
+        predicted += np.einsum("bf,fpd->bpd", codes[-1], w["w_dec"])
+        predicted[:, place] += w["b_dec"]
+    document = {"architecture": "jump_relu", "model_name": "google/gemma-3-270m-pt"}
+    document |= {"type": "crosscoder", "width": PLACES * F, "affine_connection": False}
+    for end in ("in", "out"):
+        document[f"hf_hook_point_{end}"] = "model.layers.{5,9,12}.output"
+    write_json(folder / "config.json", document | config)
+    return Published(folder, np.concatenate(codes, 1), predicted.reshape(len(WIDE_ROWS), -1))
+
+
 def llama_scope(
     folder: Path,
     transcodes: bool = False,
     unit_norms: bool = False,
     dtype: torch.dtype = torch.float32,
+    r1: bool = False,
     **hyperparams: Any,
 ) -> Published:
-    """An SAE of layer 15, or a transcoder of its MLP."""
+    """An SAE of layer 15, or a transcoder of its MLP; `r1`: as the R1 distillations, with norms and logarithmic
+    thresholds of normalised rows among the tensors."""
     shapes = {"encoder.weight": (F, D), "encoder.bias": (F,)}
     shapes |= {"decoder.weight": (D, F), "decoder.bias": (D,)}
     arrays = normals(0, **shapes)
@@ -324,7 +385,13 @@ def llama_scope(
     if transcodes:
         hooks = ["blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out"]
         norms["out"] = 3.25
-    w = write(folder / "checkpoints/final.safetensors", arrays, dtype)
+    threshold, name = np.linspace(0.1, 0.8, F), "checkpoints/final.safetensors"
+    if r1:
+        name = "sae_weights.safetensors"
+        arrays["log_jumprelu_threshold"] = np.log(threshold)
+        for hook, norm in zip(hooks, norms.values(), strict=True):
+            arrays[f"dataset_average_activation_norm.{hook}"] = np.array(norm)
+    w = write(folder / name, arrays, dtype)
     document = {
         "dtype": "torch.bfloat16",
         "hook_point_in": hooks[0],
@@ -342,13 +409,13 @@ def llama_scope(
         "use_glu_encoder": False,
         "top_k": 50,
     }
-    write_json(folder / "hyperparams.json", document | hyperparams)
+    write_json(folder / ("config.json" if r1 else "hyperparams.json"), document | hyperparams)
     # OpenMOSS' steps: scales into the weights, decoder rows to unit norm, then the threshold on raw units.
     c_in, c_out = (np.sqrt(D) / norms[end] for end in ("in", "out"))
     pre = ROWS @ w["encoder.weight"].T + w["encoder.bias"] / c_in
     decoder = w["decoder.weight"] * c_in / c_out
     lengths = np.linalg.norm(decoder, axis=0)
-    fired = jumprelu(pre * lengths, 0.75)
+    fired = jumprelu(pre * lengths, threshold / c_out if r1 else 0.75)
     predicted = fired @ (decoder / lengths).T + w["decoder.bias"] / c_out
     return Published(folder, fired / lengths * c_in, predicted)
 

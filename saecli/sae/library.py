@@ -173,6 +173,8 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     saved = formats.load(subject.path, subject.row_scale, subject.processing)
     for remark in saved.remarks:
         listener.note(f"{subject.name} {remark}")
+    for warning in saved.warnings:
+        listener.warn(f"{subject.name} {warning}")
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}

@@ -75,10 +75,13 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
 CONVERTERS = {
     **dict.fromkeys(("gemma", "transcoder", "mlp_out"), ("google", "gemma_3")),
     "llama": ("fnlp", "llama_scope"),
+    "r1": ("fnlp", "llama_scope_r1_distill"),
     "qwen": ("Qwen", "qwen_scope"),
     "gemma2": ("google", "gemma_2"),
     "gemma2transcoder": ("google", "gemma_2_transcoder"),
     "goodfire": ("Goodfire", "goodfire"),
+    "deepseek": ("qresearch", "deepseek_r1"),
+    "attention": ("ckkissane", "connor_rob_hook_z"),
     "mwhanna": ("mwhanna", "mwhanna_transcoder"),
     "learning": ("canrager", "dictionary_learning_1"),
     "saelens": ("jbloom", "sae_lens"),

@@ -11,8 +11,16 @@ import published
 import pytest
 import torch
 import yaml
-from homes import MLP, CommandLine, activation_of, crosscoder_of, make_transcoder, random_sae
-from published import ROWS, D, E, F, K, Published
+from homes import (
+    MLP,
+    CommandLine,
+    activation_of,
+    crosscoder_of,
+    make_store,
+    make_transcoder,
+    random_sae,
+)
+from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
 
 import saecli
@@ -46,6 +54,7 @@ def at(write: Callable[..., Published], *args: Any, **settings: Any) -> Callable
 
 SAELENS, SAELENS_5 = published.saelens, published.saelens_5
 SPARSIFY, LEARNING = published.sparsify, published.dictionary_learning
+CHECKPOINT, CROSSCODER = published.saelens_checkpoint, published.gemma_scope_2_crosscoder
 SCOPE2, LLAMA, TRACER = published.gemma_scope_2, published.llama_scope, published.circuit_tracer
 TOPK_5 = {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}}
 RELU_5 = {"activation_fn_str": "relu", "normalize_activations": False, "context_size": 128}
@@ -80,6 +89,11 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
     ("saelens", at(SAELENS_5, subtract=False, apply_b_dec_to_input=False, **TOPK_5), {}),
     ("saelens", at(SAELENS_5, architecture="gated"), {}),
     *(
+        ("saelens", at(CHECKPOINT, factor=factor, widths=widths), {})
+        for factor in (None, 0.4)
+        for widths in ((), (5, F))
+    ),
+    *(
         ("sparsify", at(SPARSIFY, transcode, skip), {})
         for transcode, skip in ((False, False), (True, False), (True, True))
     ),
@@ -91,6 +105,12 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         ("gemma-scope-2", at(SCOPE2, "transcoder", affine, width), GEMMA | to_mlp(17))
         for affine in (False, True)
         for width in (D, E)
+    ),
+    (
+        "gemma-scope-2-crosscoder",
+        CROSSCODER,
+        {"model": "google/gemma-3-270m", "layer": 5, "site": "resid_post"}
+        | {"inputs": [{"layer": layer, "site": "resid_post"} for layer in (5, 9, 12)]},
     ),
     ("llama-scope", LLAMA, {"layer": 15, "site": "resid_post"}),
     (
@@ -247,6 +267,14 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(SCOPE2, architecture="topk"), "architecture 'topk'"),
     (at(SCOPE2, type="clt"), "type 'clt'"),
     (at(SCOPE2, type="crosscoder"), "type 'crosscoder'"),
+    (without(CROSSCODER, "params_layer_1.safetensors"), "there is no file"),
+    (at(CROSSCODER, type="sae"), "type 'sae'"),
+    (at(CROSSCODER, hf_hook_point_in="model.layers.{5,9}.output"), "W_dec of shape"),
+    (at(CROSSCODER, hf_hook_point_in="model.layers.5.output"), "cannot read"),
+    (at(CHECKPOINT, factor=-1.0), "positive factors"),
+    (at(CHECKPOINT, widths=(5, 9)), "prefixes that rise to d_sae"),
+    (at(CHECKPOINT, k="all"), "cannot read"),
+    (at(CHECKPOINT, normalize_activations="covariance_whitening"), "'covariance_whitening'"),
     (at(LLAMA, act_fn="topk"), "act_fn"),
     (at(LLAMA, dataset_average_activation_norm={"in": 1}), "'out'"),
     (text_in(LLAMA, "hyperparams.json", "[" * 9999), "hyper"),
@@ -332,6 +360,36 @@ def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path)
     (tmp_path / "empty").mkdir()
     save(SavedSAE(made("relu")), "saelens", tmp_path / "empty")
     assert recognise(tmp_path / "empty") == "saelens"
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0])
+def test_a_threshold_that_training_has_not_set_is_a_warning(
+    tmp_path: Path, threshold: float
+) -> None:
+    expected = CHECKPOINT(tmp_path / "saelens", threshold)
+    LEARNING(tmp_path / "learning", "BatchTopKSAE")
+    path = tmp_path / "learning" / "ae.pt"
+    torch.save(torch.load(path) | {"threshold": torch.tensor(threshold)}, path)
+    for name in ("saelens", "learning"):
+        said = rf"{name} has no threshold \({threshold:g}\).*every positive pre-activation fires, not 4 in"
+        with pytest.warns(UserWarning, match=said):
+            sae = saecli.load_sae(tmp_path / name)
+        assert ((sae.encode(X) > 0) == (X @ sae.W_enc + sae.b_enc > 0)).all()
+    published.assert_reads(load(expected.path).sae, expected)
+
+
+def test_a_crosscoder_is_measured_on_its_stores(sae: CommandLine, tmp_path: Path) -> None:
+    expected = CROSSCODER(tmp_path / "crosscoder")
+    words = []
+    for place, columns in enumerate(np.split(WIDE_ROWS.astype(np.float32), PLACES, 1)):
+        make_store(sae.home, f"place{place}", columns)
+        words += ["--data", f"place{place}"]
+    (measures,) = sae("sparsity", expected.path, *words, "--split", "all", "--json").json["runs"]
+    deviations = expected.predicted - WIDE_ROWS, WIDE_ROWS - WIDE_ROWS.mean(0)
+    errors, spread = ((each**2).sum(0).reshape(PLACES, D).sum(1) for each in deviations)
+    fvus = [place["fvu"] for place in measures["places"]]
+    assert fvus == pytest.approx(errors / spread, rel=1e-4)
+    assert measures["l0"] == pytest.approx((expected.codes != 0).sum(1).mean(), rel=1e-3)
 
 
 def test_a_crosscoder_cannot_be_written_for_others(tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for nam
     "old torch": old_torch,
     "gemma-scope": published.gemma_scope,
     "gemma-scope-2": published.gemma_scope_2,
+    "crosscoder": published.gemma_scope_2_crosscoder,
+    "checkpoint": partial(published.saelens_checkpoint, factor=0.4),
     "llama-scope": published.llama_scope,
+    "llama-scope-r1": partial(published.llama_scope, r1=True),
     "qwen-scope": published.qwen_scope,
     "goodfire": lambda folder: published.goodfire(folder / "Llama-SAE-l9.pt"),
 }

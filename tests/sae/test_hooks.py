@@ -128,6 +128,29 @@ def test_an_sae_before_the_norms_weight_is_read_for_mlp_in_and_written_so(
     close(load(tmp_path / "out").sae(ours), expected)
 
 
+def test_heads_of_gpt2_without_value_biases_are_read_for_attn_z(tmp_path: Path) -> None:
+    folder, unbiased = model_of(tmp_path / "model", "gpt2"), model_of(tmp_path / "unbiased", "gpt2")
+    weights = load_file(unbiased / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith(f"h.{LAYER}.attn.c_attn.bias"))
+    values = weights[name][2 * WIDTH :].clone()
+    weights[name][2 * WIDTH :] = 0
+    save_file(weights, unbiased / "model.safetensors", {"format": "pt"})
+    theirs, ours = rows_at(unbiased, "attn_z"), rows_at(folder, "attn_z")
+    original = some_sae(WIDTH, False)
+    folds = {"fold_value_biases": True}
+    path = write(tmp_path / "sae", original, str(folder), "attn.hook_z", False, **folds)
+    saved = load(path)
+    assert saved.origin["site"] == "attn_z" and "without value biases" in saved.remarks[0]
+    close(saved.sae.encode(ours), original.encode(theirs))
+    close(saved.sae(ours), original(theirs) + values)
+    save(saved, "saelens", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "cfg.json").read_text())
+    assert config["metadata"]["model_from_pretrained_kwargs"] == {}
+    close(load(tmp_path / "out").sae(ours), original(theirs) + values)
+    kept = load(write(tmp_path / "kept", original, "gpt2-absent", "attn.hook_z", False, **folds))
+    assert kept.origin["site"] == "attn.hook_z" and torch.equal(kept.sae.W_enc, original.W_enc)
+
+
 def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_path: Path) -> None:
     original = some_sae(D, False)
     for number, model in enumerate(("google/gemma-2-2b", "some/model", "~x", "a" * 300, None)):
@@ -284,7 +307,7 @@ def test_hook_z_is_attn_z_where_values_have_no_bias(
     assert saved.origin["site"] == site
     save(saved, "saelens", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "cfg.json").read_text())
-    assert written["reshape_activations"] == ("hook_z" if site == "attn_z" else "none")
+    assert written["reshape_activations"] == "hook_z"
     assert load(tmp_path / "out").origin == saved.origin
 
 

@@ -248,6 +248,14 @@ SCOPES = {  # places, the files fetched from each, and the folder or file as pub
         ["config.json", "params.safetensors"],
         lambda folder: published.gemma_scope_2(folder, "transcoder", True),
     ),
+    "google/gemma-scope-2-270m-pt/crosscoder/layer_5_9_12_width_65k_l0_medium": (
+        ["config.json", *(f"params_layer_{place}.safetensors" for place in range(3))],
+        published.gemma_scope_2_crosscoder,
+    ),
+    "someone/checkpoints/5000": (
+        ["activation_scaler.json", "cfg.json", "sae_weights.safetensors"],
+        lambda folder: published.saelens_checkpoint(folder, factor=0.4),
+    ),
     "OpenMOSS-Team/Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
         ["checkpoints/final.safetensors", "hyperparams.json"],
         published.llama_scope,

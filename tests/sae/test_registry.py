@@ -54,10 +54,12 @@ def unconfigured(folder: Path) -> Published:
 
 
 TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt")
-FACTORS = {"llama": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
+R1 = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+FACTORS = {"llama": np.sqrt(D) / 12.5, "r1": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
 IN_CACHE = "models--google--gemma-scope-9b-it-mlp/snapshots/0b"
 OF_LAYER_12, OF_LAYER_17 = "layer_12/width_16k/average_l0_82", "layer_17_width_16k_l0_big"
 INSTRUCT, LARGE = "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"
+DISTILLED = "DeepSeek-R1-Distill-Llama-8B"
 GEMMA_2, GEMMA_3 = "gemma-scope-2b-pt", "gemma-scope-2-4b-pt"
 EMBEDDING = partial(SCOPE, factor=1 / np.sqrt(D))
 LEARNED = "AutoEncoder AutoEncoderTopK BatchTopKSAE MatryoshkaBatchTopKSAE JumpReluAutoEncoder"
@@ -94,6 +96,16 @@ FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
         partial(LLAMA, unit_norms=True),
         "meta-llama/Llama-3.1-8B 15 resid_post",
     ),
+    "Llama-Scope-R1-Distill/400M/L15R": (
+        "r1",
+        partial(LLAMA, r1=True, unit_norms=True),
+        f"{R1} 15 resid_post",
+    ),
+    "Llama-Scope-R1-Distill/400M/L15T": (
+        "",
+        partial(LLAMA, r1=True, transcodes=True),
+        f"{R1} 15 {TO_MLP}",
+    ),
     "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
         "qwen",
         lambda path: published.qwen_scope(path.parent),
@@ -108,6 +120,16 @@ FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
         "goodfire-large",
         published.goodfire,
         f"meta-llama/{LARGE} 50 resid_post",
+    ),
+    f"{DISTILLED}-SAE-l19/{DISTILLED}-SAE-l19.pt": (
+        "deepseek",
+        partial(published.goodfire, part=""),
+        f"{R1} 19 resid_post",
+    ),
+    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": (
+        "attention",
+        published.attention_heads,
+        "gpt2 0 attn.hook_z",
     ),
     "qwen3-14b-transcoders/layer_5.safetensors": (
         "mwhanna",

@@ -27,6 +27,7 @@ from ...base.files import folder_appearing_whole, is_free, to_json
 from ..activations import (
     ACTIVATIONS,
     Activation,
+    BatchTopK,
     Gated,
     JumpRelu,
     ReluTopK,
@@ -59,16 +60,19 @@ class Format:
     transcoders: Collection[type[Activation]] = ()  # the same of transcoders
     one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
     by_layer: bool = False  # whether a folder has a file of weights, an SAE, for each layer
+    joint: bool = False  # whether a folder has several files of weights, all of one SAE
+    optional: str = ""  # pattern of a further file, read if it is there
     # FormatError unless SAEs, of each what `save` returns, may share a folder; None: it holds one.
     demand_set: Callable[[Sequence[Any]], None] | None = None
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, last the weights, of several layers' `file`; FormatError if several match."""
-        names, chosen = sorted(names), list[str]()
+        names = sorted(names)
+        chosen = matching(names, self.optional)
         for pattern in self.files:
             weights = pattern == self.files[-1]
             matches = matching([file] if file and weights else names, pattern)
-            if len(matches) != 1:
+            if len(matches) != 1 and not (weights and self.joint):
                 hint = f"; name it, such as .../{matches[0]}" if self.by_layer else ""
                 raise FormatError(
                     f"{place} holds {len(matches)} files {pattern}: expected one{hint}"
@@ -148,6 +152,7 @@ FORMATS: dict[str, Format] = {
         libraries.save_saelens,
         libraries.ARCHITECTURES,
         libraries.TRANSCODERS,
+        optional=libraries.SAELENS_SCALER,
     ),
     "sparsify": Format(
         (libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS),
@@ -164,11 +169,19 @@ FORMATS: dict[str, Format] = {
         libraries.LEARNING_WRITTEN,
     ),
     "gemma-scope": Format((scopes.GEMMA_ARRAYS,), scopes.load_gemma_scope),
-    "gemma-scope-2": Format((scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2),
-    "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WEIGHTS,), scopes.load_gemma_scope_2),
+    "gemma-scope-2": Format(
+        (scopes.GEMMA_WEIGHTS,), scopes.load_gemma_scope_2, optional=scopes.CONFIG
+    ),
+    "gemma-scope-2-crosscoder": Format(
+        (scopes.CONFIG, scopes.GEMMA_LAYERS), scopes.load_gemma_scope_2_crosscoder, joint=True
+    ),
     "llama-scope": Format((scopes.LLAMA_CONFIG, scopes.LLAMA_WEIGHTS), scopes.load_llama_scope),
+    "llama-scope-r1": Format(
+        (scopes.CONFIG, libraries.SAELENS_WEIGHTS), scopes.load_llama_scope_r1
+    ),
     "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, by_layer=True),
     "goodfire": Format((scopes.GOODFIRE_WEIGHTS,), scopes.load_goodfire, by_layer=True),
+    "attention-heads": Format((scopes.HEADS_WEIGHTS,), scopes.load_attention_heads, by_layer=True),
     "circuit-tracer": Format(
         (circuit_tracer.CONFIG, circuit_tracer.WEIGHTS),
         circuit_tracer.load_circuit_tracer,
@@ -188,6 +201,12 @@ FORMATS: dict[str, Format] = {
         (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
+UNSET = (
+    "has no threshold ({:g}), which training had not set when it was saved: every positive pre-activation fires, not "
+    "{} in a row; train it on by --init, or take a later checkpoint"
+)
+# What entries of damaged files raise where they are used.
+DAMAGE = (RuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
 
@@ -255,14 +274,7 @@ def load(
         saved = form.load(path)
     except FormatError:
         raise
-    except (
-        RuntimeError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # of damaged entries
+    except DAMAGE as error:
         raise FormatError(
             f"cannot read {path}: {one_line(error)}; check that the file is whole"
         ) from error
@@ -277,6 +289,10 @@ def load(
     if saved.scaled and row_scale is not None:
         saved = replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
     check_finite(path, saved.sae)
+    if isinstance(saved.sae.activation, BatchTopK) and name != "native":
+        threshold = saved.sae.activation_parameters["threshold"].item()
+        if threshold <= 0:
+            return replace(saved, warnings=(UNSET.format(threshold, saved.sae.k),))
     return saved
 
 

@@ -5,6 +5,7 @@ Libraries that subtract the decoder bias from a row before encoding are read and
 """
 
 import fnmatch
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -60,6 +61,7 @@ class SavedSAE:
     scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
     processing: dict[str, Any] = field(default_factory=dict)  # options of TransformerLens' model
     remarks: tuple[str, ...] = ()  # what its user should know, each a predicate
+    warnings: tuple[str, ...] = ()  # the same, of what spoils its codes
 
     @property
     def is_transcoder(self) -> bool:
@@ -164,8 +166,13 @@ def check_finite(path: Path, sae: SAE) -> None:
 
 def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
     """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
+    target_factor = factor if target_factor is None else target_factor
+    if not (0 < factor < math.inf and 0 < target_factor < math.inf):
+        raise ValueError(
+            f"expected positive factors of rows and targets, got {factor} and {target_factor}"
+        )
     mean, target_mean = sae.W_dec.new_zeros(sae.d_in), sae.W_dec.new_zeros(sae.d_out)
-    target_scale = target_mean + 1 / (target_factor or factor)
+    target_scale = target_mean + 1 / target_factor
     return sae.on_raw_rows(mean, mean + 1 / factor, target_mean, target_scale)
 
 
@@ -221,7 +228,7 @@ def configured(path: Path, kind: Callable[..., Configured], **settings: Any) -> 
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that match a pattern of a format's files; see `formats.Format`."""
+    """The names that match a pattern of a format's files."""
     return [
         name
         for name in names

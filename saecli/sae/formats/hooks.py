@@ -161,11 +161,19 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
             origin[key] = family.sites.get(origin[key], origin[key])
         if folder is not None and (saved.processing.get("fold_ln") or not family.layer_norm):
             norms = _norms(saved, family, folder)
+        if saved.processing.get("fold_value_biases") and origin.get("site") == Z:
+            norms |= _value_biases(saved, folder)
     for end in norms:
-        origin[f"{end}site"] = "mlp_in"
+        is_heads = origin[f"{end}site"] == Z
+        lacking = (
+            f"without value biases ({Z})"
+            if is_heads
+            else f"before the norm's weight ({NORMALIZED})"
+        )
+        origin[f"{end}site"] = "attn_z" if is_heads else "mlp_in"
         remarks.append(
-            f"reads rows before the norm's weight ({NORMALIZED}); that of {model} is folded in here, so "
-            "that it reads mlp_in"
+            f"reads rows {lacking}; what {model} has is folded in here, so that it reads "
+            f"{origin[f'{end}site']}"
         )
     sae = _folded(saved, norms)
     centred = saved.processing.get("center_writing_weights") is True
@@ -179,7 +187,7 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
         )
     processing = saved.processing | {"center_writing_weights": False}
     if norms:
-        processing["fold_ln"] = False
+        processing |= {"fold_ln": False, "fold_value_biases": False}
     return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
 
 
@@ -277,6 +285,16 @@ def _norms(saved: SavedSAE, family: Family, folder: Path) -> dict[str, Affine]:
         if weight.shape == bias.shape == (width,) and weight.abs().min() > 0:
             norms[end] = Affine(bias, weight)
     return norms
+
+
+def _value_biases(saved: SavedSAE, folder: Path | None) -> dict[str, Affine]:
+    """What TransformerLens' `fold_value_biases` moves out of hook_z, of GPT-2's fused queries, keys and values, if its
+    model is here: attention's weights sum to 1, so that each head's values are off by their bias."""
+    width = saved.sae.d_in
+    parts = _weights(folder, rf"{saved.origin['layer']}\.attn\.c_attn") if folder else {}
+    if len(parts.get("bias", ())) != 3 * width:
+        return {}
+    return {"": Affine(parts["bias"][-width:], torch.ones(width, dtype=torch.float64))}
 
 
 def _weights(folder: Path, module: str) -> dict[str, Tensor]:

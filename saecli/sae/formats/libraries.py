@@ -32,6 +32,7 @@ from . import common, hooks
 from .common import SavedSAE
 
 SAELENS_CONFIG, SAELENS_WEIGHTS = "cfg.json", "sae_weights.safetensors"
+SAELENS_SCALER = "activation_scaler.json"  # of checkpoints of training
 SCALED = "expected_average_only_in"
 # SAELens converts a file that names no version, or one before 6, on loading.
 SAELENS_VERSION = "6.54.12"
@@ -47,6 +48,7 @@ ARCHITECTURES: dict[type[Activation], str] = {
     AbsTopK: "abstopk",
     Gated: "gated",  # only read: `formats.save` has made it a jumprelu
 }
+CHECKPOINTS = ("batchtopk", "matryoshka_batchtopk")  # which are saved as jumprelu at the end
 TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a skip
     Relu: ("transcoder", "skip_transcoder"),
     JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
@@ -61,7 +63,7 @@ def load_saelens(folder: Path) -> SavedSAE:
         config = _from_before_6(path, config)
     config = {"architecture": None} | config
     metadata, activation = config["metadata"], _activation(path, config)
-    transcodes = config["architecture"] not in ARCHITECTURES.values()
+    transcodes = "transcoder" in config["architecture"]
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
         common.refuse_unless(path, config, key, *([False] if transcodes else [True, False]))
     # Other ways of normalising depend on each row's norm; rows are flat here either way.
@@ -71,13 +73,17 @@ def load_saelens(folder: Path) -> SavedSAE:
     if "scaling_factor" in stored and (stored["scaling_factor"] == 1).all():
         del stored["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
     names = common.PLAIN | {name: name for name in activation.parameters(1)}
-    if isinstance(activation, Gated):
+    if isinstance(activation, BatchTopK):
+        names = common.PLAIN | {"topk_threshold": "threshold"}
+    elif isinstance(activation, Gated):
         names = common.GATED
     elif transcodes and config["architecture"] == TRANSCODERS[type(activation)][True]:
         names |= common.SKIP
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
     tensors = common.renamed(file, stored, names)
-    sae = common.assemble(file, tensors, activation, subtracts, transcodes=transcodes)
+    details = metadata.get("training_architecture_details") or {}
+    prefixes = tuple(map(operator.index, details.get("matryoshka_widths", ())))
+    sae = common.assemble(file, tensors, activation, subtracts, prefixes, transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
     origin = {
@@ -88,6 +94,10 @@ def load_saelens(folder: Path) -> SavedSAE:
         "prepend_bos": metadata.get("prepend_bos"),
     }
     scaled = config.get("normalize_activations") == SCALED
+    scaler = folder / SAELENS_SCALER
+    if scaled and scaler.is_file():
+        factor = common.read_config(scaler, dict[str, Any])["scaling_factor"]
+        sae, scaled = common.unscaled(sae, factor), False
     options = metadata.get("model_from_pretrained_kwargs")
     processing = options if isinstance(options, dict) else {}
     return SavedSAE(sae, common.origin_from(origin), transcodes, scaled, processing)
@@ -121,7 +131,9 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
     kinds = {name: kind for kind, name in ARCHITECTURES.items() if kind is not BatchTopK}
     for kind, names in TRANSCODERS.items():
         kinds |= {} if kind is BatchTopK else dict.fromkeys(names, kind)
-    common.refuse_unless(path, config, "architecture", *kinds)
+    common.refuse_unless(path, config, "architecture", *kinds, *CHECKPOINTS)
+    if config["architecture"] in CHECKPOINTS:  # whose k may be a fraction
+        return common.configured(path, BatchTopK, k=max(1, round(config["k"])))
     kind = kinds[config["architecture"]]
     settings = {"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}
     return common.configured(path, kind, **settings)
@@ -148,7 +160,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         "device": "cpu",
         "apply_b_dec_to_input": False,
         "normalize_activations": "none",
-        "reshape_activations": "hook_z" if origin.get("site") == "attn_z" else "none",
+        "reshape_activations": "hook_z" if origin.get("site") in ("attn_z", hooks.Z) else "none",
         "metadata": metadata,
     }
     if saved.is_transcoder:

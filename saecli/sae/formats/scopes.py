@@ -1,30 +1,42 @@
-"""Published suites, which are only read: Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and Goodfire's files.
+"""Published suites, which are only read: Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files.
 
 README.md has the files of each, and says where other tools differ. Gemma Scope 2 names hook points as Gemma 3's modules
 in transformers; a skip is applied as `x @ affine_skip_connection`.
 
+A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: file `params_layer_I.safetensors` has
+latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. Here it is
+one SAE of n F latents on rows side by side, whose encoder is zero outside its diagonal blocks.
+
 Llama Scope's weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
 dataset_average_activation_norm`, and predict `c_out * y`. `jump_relu_threshold` is one number, in units of the targets:
 a code z adds `z * W_dec / c_out` to the raw prediction, and fires if the norm of this exceeds the threshold
-(`SparseAutoEncoder.encode` there).
+(`SparseAutoEncoder.encode` there). The R1 distillations have a threshold for each latent, in units of the scaled
+targets, and the norms with the weights.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge
+from torch import Tensor
 
 from ...base.errors import FormatError
 from ..activations import JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
+from .libraries import SAELENS_WEIGHTS
 
 GEMMA_ARRAYS = "params.npz"
-GEMMA_CONFIG, GEMMA_WEIGHTS = "config.json", "params.safetensors"
+CONFIG, GEMMA_WEIGHTS, GEMMA_LAYERS = (
+    "config.json",
+    "params.safetensors",
+    "params_layer_*.safetensors",
+)
 GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
 SKIP = {"affine_skip_connection": "W_skip"}
 # Modules by site.
@@ -68,7 +80,7 @@ def _named_by(folder: Path) -> dict[str, Any]:
     match = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
     if match is None:
         raise FormatError(
-            f"{folder} has no {GEMMA_CONFIG}: expected one, or folders named as on the hub, such as "
+            f"{folder} has no {CONFIG}: expected one, or folders named as on the hub, such as "
             "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big"
         )
     size, kind, layer, affine = match.groups()
@@ -83,7 +95,7 @@ def _named_by(folder: Path) -> dict[str, Any]:
 
 
 def load_gemma_scope_2(folder: Path) -> SavedSAE:
-    path = folder / GEMMA_CONFIG
+    path = folder / CONFIG
     config = common.read_config(path, dict[str, Any]) if path.is_file() else _named_by(folder)
     common.refuse_unless(path, config, "architecture", "jump_relu")
     common.refuse_unless(path, config, "type", "sae", "transcoder")
@@ -100,10 +112,34 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     return SavedSAE(sae, common.origin_from(origin), transcodes)
 
 
+def load_gemma_scope_2_crosscoder(folder: Path) -> SavedSAE:
+    config = common.read_config(folder / CONFIG, dict[str, Any])
+    common.refuse_unless(folder / CONFIG, config, "architecture", "jump_relu")
+    common.refuse_unless(folder / CONFIG, config, "type", "crosscoder")
+    begin, layers, end = re.split("[{}]", config["hf_hook_point_in"])
+    inputs = [hooks.origin_of_module(f"{begin}{int(layer)}{end}") for layer in layers.split(",")]
+    files = [folder / GEMMA_LAYERS.replace("*", str(number)) for number in range(len(inputs))]
+    parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    tensors["W_dec"] = tensors["W_dec"].flatten(1)
+    entries = tensors["b_dec"].numel() * tensors["b_enc"].numel()
+    common.check_memory(str(folder), entries * tensors["W_enc"].element_size(), common.TO_FIT)
+    tensors["W_enc"] = torch.block_diag(*(part["W_enc"] for part in parts))
+    widths = tuple(part["b_dec"].numel() for part in parts)
+    sae = common.assemble(folder, tensors, JumpRelu(), widths=widths)
+    origin = common.origin_from({"model": config.get("model_name"), **inputs[0]})
+    return SavedSAE(sae, origin | {"inputs": inputs})
+
+
 LLAMA_CONFIG, LLAMA_WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
+LLAMA_MODELS = {  # by a part of the folder
+    "Llama3_1-8B-Base": "meta-llama/Llama-3.1-8B",
+    "Llama-Scope-R1-Distill": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+}
 QWEN_WEIGHTS = "layer[0-9]*.sae.pt"
 QWEN_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec.T", "b_dec": "b_dec"}
+HEADS_WEIGHTS = "gpt2-small_L[0-9]*_Hcat_z_*.pt"
 GOODFIRE_WEIGHTS = "*-SAE-l[0-9]*.pt*"  # .pth, or .pt
 GOODFIRE_NAMES = {name.replace(".", "_linear."): own for name, own in LLAMA_NAMES.items()}
 
@@ -115,8 +151,9 @@ _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 class Hyperparameters:
     """The entries used here; a `Literal` is the one value that can be expressed."""
 
-    jump_relu_threshold: Annotated[float, Ge(0)]
-    dataset_average_activation_norm: dict[str, Annotated[float, Gt(0), Lt(math.inf)]]
+    # The R1 distillations have both with the weights.
+    jump_relu_threshold: Annotated[float, Ge(0)] = 0.0
+    dataset_average_activation_norm: dict[str, float] = field(default_factory=dict)
     hook_point_in: Any = None
     hook_point_out: Any = None
     sparsity_include_decoder_norm: bool = True
@@ -129,23 +166,39 @@ class Hyperparameters:
 
 def load_llama_scope(folder: Path) -> SavedSAE:
     config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
-    path = folder / LLAMA_WEIGHTS
-    tensors = common.read_renamed(path, LLAMA_NAMES)
-    single = torch.full_like(tensors["b_enc"], config.jump_relu_threshold, dtype=torch.float32)
-    tensors["threshold"] = single
+    tensors = common.read_renamed(folder / LLAMA_WEIGHTS, LLAMA_NAMES)
+    norms = config.dataset_average_activation_norm
+    norm = norms["out" if config.sparsity_include_decoder_norm else "in"]
+    scaled = config.jump_relu_threshold * math.sqrt(len(tensors["b_dec"])) / norm
+    tensors["threshold"] = torch.full_like(tensors["b_enc"], scaled, dtype=torch.float32)
+    return _unscaled(folder / LLAMA_WEIGHTS, tensors, config, norms)
+
+
+def load_llama_scope_r1(folder: Path) -> SavedSAE:
+    config, path = common.read_config(folder / CONFIG, Hyperparameters), folder / SAELENS_WEIGHTS
+    stored, _ = common.read_safetensors(path)
+    average = "dataset_average_activation_norm."
+    points = {"in": config.hook_point_in, "out": config.hook_point_out}
+    norms = {end: stored[f"{average}{point}"].item() for end, point in points.items()}
+    own = {name: tensor for name, tensor in stored.items() if not name.startswith(average)}
+    tensors = common.renamed(path, own, LLAMA_NAMES | {"log_jumprelu_threshold": "threshold"})
+    tensors["threshold"] = tensors["threshold"].exp()
+    return _unscaled(path, tensors, config, norms)
+
+
+def _unscaled(
+    path: Path, tensors: dict[str, Tensor], config: Hyperparameters, norms: Mapping[str, float]
+) -> SavedSAE:
+    """The SAE on raw rows; `norms` of rows and targets, thresholds in units of the scaled targets."""
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
-    norms = config.dataset_average_activation_norm
-    c_in, c_out = (math.sqrt(sae.d_in) / norms[end] for end in ("in", "out"))
-    # What is compared with the threshold, of a code of 1.
-    compared, unit = torch.ones_like(sae.b_enc), c_in
     if config.sparsity_include_decoder_norm:
-        compared, unit = sae.W_dec.norm(dim=1), c_out
-    compared = compared / unit
-    threshold = sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1)
-    sae = common.unscaled(sae.changed(threshold=threshold), c_in, c_out)
-    is_base = "Llama3_1-8B-Base" in str(path.absolute())
-    origin = {"model": "meta-llama/Llama-3.1-8B" if is_base else None}
+        lengths = sae.W_dec.norm(dim=1)
+        threshold = sae.activation_parameters["threshold"] / lengths.masked_fill(lengths == 0, 1)
+        sae = sae.changed(threshold=threshold)
+    sae = common.unscaled(sae, *(math.sqrt(sae.d_in) / norms[end] for end in ("in", "out")))
+    models = (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute()))
+    origin = {"model": next(models, None)}
     origin |= hooks.origin_of_hook(config.hook_point_in)
     origin |= hooks.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}
     return SavedSAE(sae, common.origin_from(origin), transcodes)
@@ -169,8 +222,20 @@ def load_qwen_scope(file: Path) -> SavedSAE:
 
 
 def load_goodfire(file: Path) -> SavedSAE:
-    tensors = common.renamed(file, common.read_torch(file), GOODFIRE_NAMES)
+    """Read one layer's SAE, also qresearch's of DeepSeek R1, whose tensors are named as Llama Scope's."""
+    stored = common.read_torch(file)
+    names = LLAMA_NAMES if "encoder.weight" in stored else GOODFIRE_NAMES
+    sae = common.assemble(file, common.renamed(file, stored, names), Relu())
     model, _, end = file.name.rpartition("-SAE-l")
+    owner = "deepseek-ai" if model.startswith("DeepSeek") else "meta-llama"
     layer = int(re.findall(r"\d+", end)[0])
-    origin = {"model": f"meta-llama/{model}", "layer": layer, "site": "resid_post"}
-    return SavedSAE(common.assemble(file, tensors, Relu()), origin)
+    return SavedSAE(sae, {"model": f"{owner}/{model}", "layer": layer, "site": "resid_post"})
+
+
+def load_attention_heads(file: Path) -> SavedSAE:
+    """Read Kissane et al.'s SAE of one layer of GPT-2, of TransformerLens' hook_z, heads side by side."""
+    tensors = common.renamed(file, common.read_torch(file), common.PLAIN)
+    sae = common.assemble(file, tensors, Relu(), subtracts=True)
+    layer = int(re.findall(r"_L(\d+)_", file.name)[0])
+    origin = {"model": "gpt2", "layer": layer, "site": hooks.Z}
+    return SavedSAE(sae, origin, processing={"fold_value_biases": True})
