@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -233,6 +234,8 @@ def spliced(
             f"change names {', '.join(map(repr, unknown))}: expected keys of the SAEs, "
             f"{', '.join(map(repr, keyed))}"
         )
+    if unfit := [each for each in changes.values() if not callable(each)]:
+        raise ConfigError(f"change must be a function of codes, got {unfit[0]!r}; give one")
     acts = {key: _hooked_at(Home.at(home), each, key) for key, each in keyed.items()}
     demand_apart(acts.values())
     parts = {key: Splice(at, changes.get(key), error) for key, at in acts.items()}
@@ -245,10 +248,10 @@ def _keyed(sae: SAELike | Sequence[SAELike] | Mapping[Any, SAELike]) -> dict[Has
     if isinstance(sae, Mapping):
         return dict(sae)
     several = [sae] if sae is None or isinstance(sae, SAE | str | Path) else sae
-    return {
-        str(each) if isinstance(each, str | Path) else number: each
-        for number, each in enumerate(several)
-    }
+    keys = [str(each) if isinstance(each, str | Path) else at for at, each in enumerate(several)]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0]} is named twice: expected each SAE once; leave one out")
+    return dict(zip(keys, several, strict=True))
 
 
 def _hooked_at(home: Home, sae: SAELike, key: Hashable) -> Hooked:
@@ -261,8 +264,10 @@ def _hooked_at(home: Home, sae: SAELike, key: Hashable) -> Hooked:
             "them by saecli.steering"
         )
     layer, site = None, None
-    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
-        layer, site = key
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int | np.integer):
+        layer, site = int(key[0]), key[1]
+    elif isinstance(key, str) and key.endswith((":in", ":out")):  # which an SAE's own must be
+        site = module_site(key)
     if site is None and "site" not in saved.origin:
         if not isinstance(key, str) or key == sae:
             raise ConfigError(

@@ -64,7 +64,7 @@ def sparsity_document(measured: Measured, counts: Firing, listener: Listener) ->
     by_source = measured.by_source
     if by_source:
         document["sources"] = _firing_by_source(by_source, counts, listener)
-    if labels := shown_labels(measured.subject.folder):
+    if labels := shown_labels(measured.subject.folder, measured.sae.d_sae):
         document["labels"] = labels
     return document | places_document(measured, listener)
 

@@ -79,9 +79,10 @@ def explain(
     subject, d_sae = opened[0], opened[1].sae.d_sae
     chosen = None if latents is None else chosen_latents(latents, d_sae, subject.name)
     path = _place(home, sae, subject, out)
+    read_labels(path, d_sae)  # refuses a damaged file before any work
     if labels is not None:
         given = others_labels(Path(labels), d_sae)
-        everything = add_labels(path, "given", given)
+        everything = add_labels(path, "given", given, d_sae)
         return {
             "run": subject.name,
             "data": None,
@@ -100,7 +101,7 @@ def explain(
     for latent, rule in ruled.items():
         dense = firings[latent] > DENSE_FREQUENCY * rows
         found[latent] = Label(f"dense: {rule.label}" if dense else rule.label, scores[latent])
-    everything = add_labels(path, "rule", found)
+    everything = add_labels(path, "rule", found, d_sae)
     by_judge = {}
     if server.endpoint is not None:
         excerpts = [excerpts_of(corpus, latent, texts) for latent in corpus.near]
@@ -109,7 +110,7 @@ def explain(
         by_judge = _judged(endpoint, excerpts, labels_by_rule)
         by_model = [line for line in by_judge["judged"] if line["labels"] == "model"]
         own = {line["latent"]: Label(line["label"], line["scores"]) for line in by_model}
-        everything = add_labels(path, "model", own)
+        everything = add_labels(path, "model", own, d_sae)
     return {
         "run": subject.name,
         "data": run.rows.name,
@@ -166,7 +167,6 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
         )
     path = subject.path / LABELS if out is None else Path(out)
     demand_place(path, "name another file with --out")
-    read_labels(path)  # refuses a damaged file before any work
     return path
 
 

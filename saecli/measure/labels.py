@@ -8,6 +8,9 @@ A latent has a label by hand, a text, or labels by kind, in the order in which o
 others; by a language model; or a rule's; the latter two if a balanced accuracy is high enough (`SHOWN_ABOVE`).
 """
 
+import gzip
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,21 +35,28 @@ class Label:
 Labels = dict[int, dict[Kind, Label]]
 
 
-def read_labels(path: Path) -> Labels:
-    """The labels in a file of ours, none without the file; FormatError if it is not as above."""
+def read_labels(path: Path, d_sae: int) -> Labels:
+    """The labels in a file of ours, none without the file; FormatError if it is not as above, or of another SAE."""
     if not path.is_file():
         return {}
     try:
-        entries = read_json(path, dict[int, Any])
+        entries = read_json(path, dict[str, Any])
         by_kind = {
-            latent: {"given": {"label": entry}} if isinstance(entry, str) else entry
-            for latent, entry in entries.items()
+            _latent(number, d_sae): {"given": {"label": entry}} if isinstance(entry, str) else entry
+            for number, entry in entries.items()
         }
         return parse_json(to_json(by_kind), Labels)
     except (OSError, ValueError) as error:
         raise FormatError(
             f"cannot read {path}: {error}; correct it, or remove it to go on without labels"
         ) from error
+
+
+def _latent(number: int | str, d_sae: int) -> int:
+    """The latent of a number in a file; ValueError unless an SAE of this width has it."""
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", str(number)) or int(number) >= d_sae:
+        raise ValueError(f"expected latents 0 to {d_sae - 1}, the last of the SAE, got {number!r}")
+    return int(number)
 
 
 def shown(labels: Mapping[Kind, Label]) -> str | None:
@@ -62,17 +72,16 @@ def shown(labels: Mapping[Kind, Label]) -> str | None:
     return None
 
 
-def shown_labels(folder: Path | None) -> dict[int, str]:
+def shown_labels(folder: Path | None, d_sae: int) -> dict[int, str]:
     """The label of each latent that has one, by the file in an SAE's folder."""
-    if folder is None:
-        return {}
-    each = ((latent, shown(labels)) for latent, labels in read_labels(folder / LABELS).items())
+    labels = {} if folder is None else read_labels(folder / LABELS, d_sae)
+    each = ((latent, shown(own)) for latent, own in labels.items())
     return {latent: label for latent, label in each if label is not None}
 
 
-def add_labels(path: Path, kind: Kind, labels: Mapping[int, Label]) -> Labels:
+def add_labels(path: Path, kind: Kind, labels: Mapping[int, Label], d_sae: int) -> Labels:
     """Add labels of a kind to those in a file, in place of earlier ones of that kind; returns all."""
-    merged = read_labels(path)
+    merged = read_labels(path, d_sae)
     for latent, label in labels.items():
         merged.setdefault(latent, {})[kind] = label
     document = {
@@ -83,32 +92,38 @@ def add_labels(path: Path, kind: Kind, labels: Mapping[int, Label]) -> Labels:
     return merged
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """An entry of a file of Neuronpedia's."""
+
+    index: int | str
+    description: str | None = None
+
+
 def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
     """The labels in a file of Neuronpedia's, or in all files of a folder: JSON or JSON lines, also with .gz.
 
     Entries are `{"index": "12", "description": "..."}`. Of several labels of a latent the first counts. FormatError if
     the entries are others, or of another SAE.
     """
-    import pandas  # a sixth of a second, which commands that only show labels need not wait
-
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    try:
-        table = pandas.concat(
-            pandas.read_json(file, lines=".jsonl" in file.suffixes, dtype=False) for file in files
-        ).dropna(subset="description")
-        latents = table["index"].astype(int)
-    except (OSError, EOFError, ValueError, KeyError) as error:
-        raise FormatError(
-            f"cannot read {path}: {one_line(error)}; expected Neuronpedia's entries with index and "
-            "description, as JSON or JSON lines (.jsonl)"
-        ) from error
-    if not latents.between(0, d_sae - 1).all():
-        raise FormatError(
-            f"{path} labels latents {latents.min()} to {latents.max()}: expected 0 to {d_sae - 1}, the "
-            "last of the SAE; name its own file with --labels"
-        )
     labels: dict[int, Label] = {}
-    for latent, description in zip(latents.tolist(), table["description"], strict=True):
-        if text := str(description).strip():
-            labels.setdefault(latent, Label(text))
+    try:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            content = file.read_bytes()
+            if file.suffix == ".gz":
+                content = gzip.decompress(content)
+            if ".jsonl" in file.suffixes:
+                lines = [line for line in content.splitlines() if line.strip()]
+                content = b"[" + b",".join(lines) + b"]"
+            for entry in parse_json(content, list[Explanation]):
+                latent = _latent(entry.index, d_sae)
+                if text := (entry.description or "").strip():
+                    labels.setdefault(latent, Label(text))
+        if not labels:
+            raise ValueError("it holds no label")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise FormatError(
+            f"cannot read {path}: {one_line(error)}; expected Neuronpedia's entries with index and description, as "
+            "JSON or JSON lines (.jsonl), of this SAE; name its own file with --labels"
+        ) from error
     return labels

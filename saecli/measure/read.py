@@ -194,7 +194,7 @@ def read(
     chosen = None
     if not isinstance(latents, str | None):
         chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name)
-    labels = shown_labels(opened[0].folder)
+    labels = shown_labels(opened[0].folder, sae_at.sae.d_sae)
     source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
     reader = _Reader(sae_at, loaded)

@@ -216,7 +216,7 @@ def steer(
     opened = open_sae(home, sae, listener)
     sae_at = _hooked(opened, method, model, *place_given(layer, site, module))
     change = _change(sae_at, method, latents, scale)
-    labels = shown_labels(opened[0].folder)
+    labels = shown_labels(opened[0].folder, opened[1].sae.d_sae)
     largest, store_rows = _largest_on_store(home, opened, device, change.latents) or (None, None)
     if not change.scales:
         if largest is None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, trained_on_docs
+from homes import CommandLine, make_run, make_store, trained_on_docs
 from reports import index_of, save_model
 from rich.console import Console
 from sklearn.metrics import balanced_accuracy_score
@@ -259,7 +259,7 @@ def test_a_file_keeps_labels_of_all_kinds_and_shows_given_ones_first(planted: Pl
     path.write_text(json.dumps({"0": "by hand", str(SILENT): {"model": {"label": "by a model"}}}))
     lines = {line["latent"]: line for line in saecli.explain("run", home=planted.home)["latents"]}
     assert lines[0]["label"] == "by hand" and lines[0]["rule"]["label"] == "`return`"
-    labels = read_labels(path)
+    labels = read_labels(path, WIDTH)
     assert labels[SILENT] == {"model": Label("by a model")}
     assert labels[1]["rule"] == Label(**lines[1]["rule"])
     damaged = path.with_name("damaged.json")
@@ -267,7 +267,7 @@ def test_a_file_keeps_labels_of_all_kinds_and_shows_given_ones_first(planted: Pl
     with pytest.raises(saecli.SaeError, match=r"cannot read .*damaged\.json: 1"):
         saecli.explain("run", out=damaged, home=planted.home)
     again = saecli.explain("run", latents=[1, 3], count=1, out=path, home=planted.home)
-    assert len(again["latents"]) == 1 and read_labels(path) == labels
+    assert len(again["latents"]) == 1 and read_labels(path, WIDTH) == labels
     rule, model = Label("rule", {"tokens": 0.9}), Label("model")
     assert shown({"rule": rule, "model": model}) == "model"
     assert shown({"rule": rule, "model": model, "given": Label("given")}) == "given"
@@ -300,7 +300,7 @@ def test_labels_of_neuronpedia_are_read(sae: CommandLine, name: str, packed: str
     done = sae("explain", "run", "--labels", path, "--json")
     found = {line["latent"]: line["label"] for line in done.json["latents"]}
     assert found == {2: "names, places", 7: "dates"}
-    in_file = read_labels(sae.home / "runs" / "run" / "labels.json")
+    in_file = read_labels(sae.home / "runs" / "run" / "labels.json", WIDTH)
     assert in_file == {2: {"given": Label("names, places")}, 7: {"given": Label("dates")}}
     assert "names, places" in sae("explain", "run", "--labels", path).out
 
@@ -308,12 +308,25 @@ def test_labels_of_neuronpedia_are_read(sae: CommandLine, name: str, packed: str
 BAD_FILES = {
     "words.json": ("words", "cannot read"),
     "empty.json": ("[]", "expected Neuronpedia's entries with index and description"),
-    "half.jsonl": ('{"index": "1.5", "description": "a"}', "cannot read"),
-    "above.json": (
-        '[{"index": 13, "description": "a"}]',
-        "labels latents 13 to 13: expected 0 to 12",
+    "dictionary.json": ("{}", "expected a valid array, got {}"),
+    "none.jsonl": ("\n", "it holds no label"),
+    "silent.json": ('[{"index": 1, "description": " "}]', "it holds no label"),
+    "half.jsonl": ('{"index": "1.5", "description": "a"}', "expected latents 0 to 12"),
+    **{
+        f"{number}.json": (f'[{{"index": {index}, "description": "a"}}]', "expected")
+        for number, index in enumerate(
+            ("1.7", "true", '"01"', '"+1"', '" 1"', "null", "[1]", '"1_0"')
+        )
+    },
+    "unnamed.json": ('[{"description": "a"}]', "index: Field required"),
+    "above.json": ('[{"index": 13, "description": "a"}]', "expected latents 0 to 12, the last"),
+    "below.json": ('[{"index": -1, "description": "a"}]', "expected latents 0 to 12, the last"),
+    "large.json": (
+        f'[{{"index": "{"9" * 5000}", "description": "a"}}]',
+        "expected latents 0 to 12",
     ),
     "packed.json.gz": ("words", "cannot read"),
+    "deep.json": ("[" * 10**5, "cannot read"),
 }
 
 
@@ -326,13 +339,25 @@ def test_other_files_are_refused_in_a_sentence(sae: CommandLine, name: str):
     assert not (folder / "labels.json").exists()
 
 
+@pytest.mark.parametrize("latent", ["13", "-1", "1.7", "1.0", "x", "", "01", "1e1"])
+def test_labels_of_latents_that_the_sae_lacks_are_refused(sae: CommandLine, latent: str):
+    path = make_run(sae.home, "run", identity()) / "labels.json"
+    path.write_text(json.dumps({"12": "kept", latent: "another"}))
+    make_store(sae.home, "rows", np.eye(13, dtype=np.float32))
+    said = f"expected latents 0 to 12, the last of the SAE, got {latent!r}; correct it"
+    sae("sparsity", "run", "--data", "rows").fails(1, said, "labels.json")
+    given = sae.home / "export.json"
+    given.write_text(FILES["export.json"])
+    sae("explain", "run", "--labels", given).fails(1, said)
+
+
 def test_an_sae_in_memory_needs_a_file_for_labels(planted: Planted, tmp_path: Path):
     mine = identity()
     with pytest.raises(saecli.SaeError, match="--out is needed: sae has no folder"):
         saecli.explain(mine, "planted", home=planted.home)
     out = tmp_path / "labels.json"
     saecli.explain(mine, "planted", latents=0, out=out, home=planted.home)
-    assert read_labels(out)[0]["rule"].label == "`return`"
+    assert read_labels(out, WIDTH)[0]["rule"].label == "`return`"
 
 
 def test_a_crosscoder_has_labels_by_the_texts_of_its_first_store(planted: Planted, tmp_path: Path):

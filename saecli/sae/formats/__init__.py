@@ -36,16 +36,8 @@ from ..activations import (
     activation_to_json,
 )
 from ..dictionary import SAE
-from . import circuit_tracer, libraries, scopes
-from .common import (
-    SavedSAE,
-    assemble,
-    check_finite,
-    matching,
-    read_safetensors,
-    unscaled,
-    write_tensors,
-)
+from . import circuit_tracer, common, libraries, scopes
+from .common import SavedSAE, matching
 from .hooks import settled
 
 
@@ -60,8 +52,7 @@ class Format:
     transcoders: Collection[type[Activation]] = ()  # the same of transcoders
     one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
     by_layer: bool = False  # whether a folder has a file of weights, an SAE, for each layer
-    joint: bool = False  # whether a folder has several files of weights, all of one SAE
-    optional: str = ""  # pattern of a further file, read if it is there
+    optional: str = ""  # pattern of further files, read if they are there
     # FormatError unless SAEs, of each what `save` returns, may share a folder; None: it holds one.
     demand_set: Callable[[Sequence[Any]], None] | None = None
 
@@ -72,7 +63,7 @@ class Format:
         for pattern in self.files:
             weights = pattern == self.files[-1]
             matches = matching([file] if file and weights else names, pattern)
-            if len(matches) != 1 and not (weights and self.joint):
+            if len(matches) != 1:
                 hint = f"; name it, such as .../{matches[0]}" if self.by_layer else ""
                 raise FormatError(
                     f"{place} holds {len(matches)} files {pattern}: expected one{hint}"
@@ -121,13 +112,13 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
         "widths": saved.sae.widths,
         "transcodes": saved.is_transcoder,
     }
-    write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
+    common.write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
 def load_native(folder: Path) -> SavedSAE:
     """Read an SAE; FormatError also for a file of a newer version."""
     path = folder / NATIVE_FILE
-    tensors, metadata = read_safetensors(path)
+    tensors, metadata = common.read_safetensors(path)
     if "saecli" not in metadata:
         raise FormatError(
             f"{path} was not written by this tool: expected an entry `saecli` in its header, got none"
@@ -139,7 +130,7 @@ def load_native(folder: Path) -> SavedSAE:
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    sae = assemble(path, tensors, activation, False, header.prefixes, True, header.widths)
+    sae = common.assemble(path, tensors, activation, False, header.prefixes, True, header.widths)
     origin = {name: value for name, value in vars(header.origin).items() if value is not None}
     return SavedSAE(sae, origin, header.transcodes)
 
@@ -173,7 +164,9 @@ FORMATS: dict[str, Format] = {
         (scopes.GEMMA_WEIGHTS,), scopes.load_gemma_scope_2, optional=scopes.CONFIG
     ),
     "gemma-scope-2-crosscoder": Format(
-        (scopes.CONFIG, scopes.GEMMA_LAYERS), scopes.load_gemma_scope_2_crosscoder, joint=True
+        (scopes.CONFIG, scopes.GEMMA_LAYER.format(0)),
+        scopes.load_gemma_scope_2_crosscoder,
+        optional=scopes.GEMMA_LAYER.format("[1-9]*"),
     ),
     "llama-scope": Format((scopes.LLAMA_CONFIG, scopes.LLAMA_WEIGHTS), scopes.load_llama_scope),
     "llama-scope-r1": Format(
@@ -287,8 +280,8 @@ def load(
             "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens"
         )
     if saved.scaled and row_scale is not None:
-        saved = replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
-    check_finite(path, saved.sae)
+        saved = replace(saved, sae=common.unscaled(saved.sae, row_scale), scaled=False)
+    common.check_finite(path, saved.sae)
     if isinstance(saved.sae.activation, BatchTopK) and name != "native":
         threshold = saved.sae.activation_parameters["threshold"].item()
         if threshold <= 0:

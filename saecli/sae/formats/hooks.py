@@ -58,6 +58,10 @@ WITHOUT_SECOND_NORM = {  # sites in models whose attention and MLP do not end wi
     "self_attn:out": "attn_out",
     "attention:out": "attn_out",
 }
+FOLDED = {  # sites after what is folded in, and what the rows lack
+    NORMALIZED: ("mlp_in", "before the norm's weight"),
+    Z: ("attn_z", "without value biases"),
+}
 # Of rows, and of a transcoder's targets: before `layer` and `site` of an origin.
 ENDS = ("", "target_")
 CENTRED = ("resid_pre", "resid_post", "attn_out", "mlp_out", "resid_mid")
@@ -164,15 +168,10 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
         if saved.processing.get("fold_value_biases") and origin.get("site") == Z:
             norms |= _value_biases(saved, folder)
     for end in norms:
-        is_heads = origin[f"{end}site"] == Z
-        lacking = (
-            f"without value biases ({Z})"
-            if is_heads
-            else f"before the norm's weight ({NORMALIZED})"
-        )
-        origin[f"{end}site"] = "attn_z" if is_heads else "mlp_in"
+        hook = origin[f"{end}site"]
+        origin[f"{end}site"], lacking = FOLDED[hook]
         remarks.append(
-            f"reads rows {lacking}; what {model} has is folded in here, so that it reads "
+            f"reads rows {lacking} ({hook}); what {model} has is folded in here, so that it reads "
             f"{origin[f'{end}site']}"
         )
     sae = _folded(saved, norms)

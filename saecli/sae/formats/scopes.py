@@ -32,11 +32,8 @@ from .common import SavedSAE
 from .libraries import SAELENS_WEIGHTS
 
 GEMMA_ARRAYS = "params.npz"
-CONFIG, GEMMA_WEIGHTS, GEMMA_LAYERS = (
-    "config.json",
-    "params.safetensors",
-    "params_layer_*.safetensors",
-)
+CONFIG = "config.json"
+GEMMA_WEIGHTS, GEMMA_LAYER = "params.safetensors", "params_layer_{}.safetensors"
 GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
 SKIP = {"affine_skip_connection": "W_skip"}
 # Modules by site.
@@ -118,7 +115,7 @@ def load_gemma_scope_2_crosscoder(folder: Path) -> SavedSAE:
     common.refuse_unless(folder / CONFIG, config, "type", "crosscoder")
     begin, layers, end = re.split("[{}]", config["hf_hook_point_in"])
     inputs = [hooks.origin_of_module(f"{begin}{int(layer)}{end}") for layer in layers.split(",")]
-    files = [folder / GEMMA_LAYERS.replace("*", str(number)) for number in range(len(inputs))]
+    files = [folder / GEMMA_LAYER.format(number) for number in range(len(inputs))]
     parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     tensors["W_dec"] = tensors["W_dec"].flatten(1)

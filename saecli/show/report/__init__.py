@@ -211,7 +211,7 @@ def report(
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
     content = overview(_heading(run, neuronpedia), measures, result, notes)
     content["latents"] |= details.columns()
-    if labels := shown_labels(run.subject.folder):
+    if labels := shown_labels(run.subject.folder, d_sae):
         content["latents"]["label"] = [labels.get(latent) for latent in range(d_sae)]
     with listener.progress("writing", len(chosen), "latents") as show:
         contents = details.contents(show)
