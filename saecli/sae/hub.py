@@ -58,9 +58,8 @@ class Address:
         if scheme not in ("https", "http") or host.lower() not in hosts or page is None:
             shown = f"{scheme}://{host.rpartition('@')[2]}/{path}"  # without a password
             raise HubError(
-                f"{shown} is no page of an SAE on the Hugging Face hub: expected "
-                f"https://{HOSTS[0]}/USER/REPO, perhaps with /tree/REVISION/FOLDER after it; give such a page, or "
-                "download the files and name their folder"
+                f"{shown} is no page of an SAE on the Hugging Face hub: expected https://{HOSTS[0]}/USER/REPO, or with "
+                "/tree/REVISION/FOLDER; for files elsewhere, download them and name their folder"
             )
         return cls(page[1], unquote(page[3] or ""), page[2] and unquote(page[2]))
 

@@ -3,6 +3,7 @@
 python saelens.py formats FOLDER
     FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
     FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, with their codes next to them.
+    So it does of what it trains: the final output, and a checkpoint, with the codes of the SAE that it would save then.
 python saelens.py scopes FOLDER NAME=PATH=FACTOR ...
     PATH, in FOLDER, is a folder or a file of a release, laid out as on the hub, NAME its converter up to a `-`,
     FACTOR multiplies its rows; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
@@ -22,12 +23,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from sae_lens import SAE
+from sae_lens import SAE, LoggingConfig
 from sae_lens import saes as kinds
 from sae_lens.evals import get_eval_everything_config, run_evals
 from sae_lens.load_model import load_model
 from sae_lens.loading import pretrained_sae_loaders as loaders
-from sae_lens.synthetic import FeatureDictionary, eval_sae_on_synthetic_data
+from sae_lens.synthetic import (
+    FeatureDictionary,
+    SyntheticModelConfig,
+    SyntheticSAERunner,
+    SyntheticSAERunnerConfig,
+    eval_sae_on_synthetic_data,
+)
 from sae_lens.training.activation_scaler import ActivationScaler
 from safetensors.torch import load_file, save_file
 
@@ -72,6 +79,21 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
     },
 }
 
+TRAINED = {
+    "batchtopk": ("BatchTopK", {"k": 4.5}),
+    "batchtopk-scaled": (
+        "BatchTopK",
+        {"k": K, "normalize_activations": "expected_average_only_in"},
+    ),
+    "matryoshka": ("MatryoshkaBatchTopK", {"k": K, "matryoshka_widths": [10, 25, F]}),
+    "matryoshka-plain": (
+        "MatryoshkaBatchTopK",
+        {"k": K, "matryoshka_widths": [10, F], "rescale_acts_by_decoder_norm": False},
+    ),
+    "jumprelu-trained": ("JumpReLU", {}),
+    "topk-trained": ("TopK", {"k": K}),
+}
+
 CONVERTERS = {
     **dict.fromkeys(("gemma", "transcoder", "mlp_out"), ("google", "gemma_3")),
     "llama": ("fnlp", "llama_scope"),
@@ -95,11 +117,11 @@ def rows_in(folder: Path) -> torch.Tensor:
 
 
 @torch.no_grad()
-def record(sae: SAE, rows: torch.Tensor, path: Path) -> None:
-    """Keeps codes and reconstructions of the rows."""
+def record(sae: SAE, rows: torch.Tensor, path: Path, factor: float = 1) -> None:
+    """Keeps codes, times a factor, and reconstructions of the rows."""
     if sae.cfg.reshape_activations == "hook_z":  # rows by head
         rows = rows.unflatten(1, (2, -1))
-    np.savez(path, codes=sae.encode(rows).numpy(), x_hat=sae(rows).flatten(1).numpy())
+    np.savez(path, codes=sae.encode(rows).numpy() * factor, x_hat=sae(rows).flatten(1).numpy())
 
 
 @torch.no_grad()
@@ -127,6 +149,46 @@ def formats(folder: Path) -> None:
             sizes = {"d_in": D, "d_sae": F, "dtype": "torch.float32"}
             (path / "cfg.json").write_text(json.dumps(sizes | OLD[case]))
             record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
+    train(folder)
+
+
+def train(folder: Path) -> None:
+    """Trains, and keeps a checkpoint half way and the final output of each kind, with codes and reconstructions."""
+    rows = rows_in(folder)
+    for case, (kind, settings) in TRAINED.items():
+        config = getattr(kinds, f"{kind}TrainingSAEConfig")(d_in=D, d_sae=F, **settings)
+        place = folder / "trained" / case
+        runner = SyntheticSAERunner(
+            SyntheticSAERunnerConfig(
+                synthetic_model=SyntheticModelConfig(num_features=40, hidden_dim=D),
+                sae=config,
+                training_samples=20_000,
+                batch_size=400,
+                lr=3e-3,
+                n_checkpoints=1,
+                checkpoint_path=str(place),
+                output_path=str(folder / "theirs" / f"{case}-final"),
+                run_final_eval=False,
+                n_batches_for_norm_estimate=5,
+                logger=LoggingConfig(log_to_wandb=False),
+            )
+        )
+        with torch.enable_grad():
+            runner.run()
+        final = folder / "theirs" / f"{case}-final"
+        record(SAE.load_from_disk(final), rows, final.with_suffix(".npz"))
+        (checkpoint,) = place.iterdir()
+        halfway = folder / "theirs" / f"{case}-checkpoint"
+        checkpoint.rename(halfway)
+        resumed = type(runner.sae)(config)
+        resumed.load_weights_from_checkpoint(halfway)
+        scale = json.loads((halfway / "activation_scaler.json").read_text())["scaling_factor"]
+        if scale:
+            resumed.fold_activation_norm_scaling_factor(scale)
+        resumed.save_inference_model(folder / "trained" / f"{case}-inference")
+        inference = SAE.load_from_disk(folder / "trained" / f"{case}-inference")
+        # Training sees codes of scaled rows.
+        record(inference, rows, halfway.with_suffix(".npz"), scale or 1)
 
 
 @torch.no_grad()

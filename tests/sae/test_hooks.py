@@ -151,6 +151,13 @@ def test_heads_of_gpt2_without_value_biases_are_read_for_attn_z(tmp_path: Path) 
     assert kept.origin["site"] == "attn.hook_z" and torch.equal(kept.sae.W_enc, original.W_enc)
 
 
+def test_an_sae_of_one_head_is_at_no_site(tmp_path: Path) -> None:
+    metadata = {"hook_name": "blocks.8.attn.hook_z", "hook_head_index": 5}
+    metadata |= {"model_name": "google/gemma-2-2b"}
+    origin = load(published.saelens(tmp_path, metadata=metadata).path).origin
+    assert origin == {"model": "google/gemma-2-2b"}
+
+
 def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_path: Path) -> None:
     original = some_sae(D, False)
     for number, model in enumerate(("google/gemma-2-2b", "some/model", "~x", "a" * 300, None)):

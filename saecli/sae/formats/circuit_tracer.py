@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...base.errors import FormatError, one_line
 from ...base.files import appearing_whole
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
@@ -48,11 +50,9 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     if config.get("activation") == "topk":
         activation = common.configured(path, TopK, k=config.get("k"))
     sae = common.assemble(file, tensors, activation, transcodes=True)
-    if isinstance(activation, JumpRelu) and (tensors["threshold"] < 0).any():
-        raise FormatError(
-            f"{file}: expected thresholds of at least 0, got {tensors['threshold'].min():g}, below which "
-            "circuit-tracer's codes are negative, which cannot be expressed here"
-        )
+    lowest = sae.activation_parameters.get("threshold", torch.zeros(1)).min()
+    if lowest < 0:  # where circuit-tracer's codes may be negative
+        raise FormatError(f"{file}: expected thresholds of at least 0, got {lowest:g}")
     origin = {"model": config.get("model_name"), "layer": layer}
     for of, side in (("", "input"), ("target_", "output")):
         hook = config.get(f"feature_{side}_hook")

@@ -3,7 +3,8 @@
 Their TopK clips at zero: `relu-topk` here. README.md has the files of each.
 
 SAELens has this tool's names and shapes, but for a skip, (E, D). A trained `batchtopk` is saved as a JumpReLU with one
-threshold for all latents, as SAELens saves its own. Transcoders (`saes/transcoder.py`) clip at zero.
+threshold for all latents, as SAELens saves its own; its checkpoints of training have that threshold alone, and the
+factor of rows in a file of its own. Transcoders (`saes/transcoder.py`) clip at zero.
 
 sparsify's encoder subtracts `b_dec`, and `relu` is written with `k` equal to the number of latents. A transcoder
 (`transcode`) does not subtract, and its targets are as wide as its rows. The folder's name, such as `layers.2.mlp`, is
@@ -86,9 +87,10 @@ def load_saelens(folder: Path) -> SavedSAE:
     sae = common.assemble(file, tensors, activation, subtracts, prefixes, transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
+    of_one_head = metadata.get("hook_head_index") is not None  # whose rows are no site
     origin = {
         "model": metadata.get("model_name"),
-        **_origin(metadata.get("hook_name")),
+        **({} if of_one_head else _origin(metadata.get("hook_name"))),
         **(_origin(metadata.get("hook_name_out"), "target_") if transcodes else {}),
         "context": metadata.get("context_size"),
         "prepend_bos": metadata.get("prepend_bos"),
