@@ -55,7 +55,7 @@ class Address:
         host, _, path = re.split("[?#]", rest)[0].partition("/")
         page = _PAGE.fullmatch(f"/{path}")
         hosts = {constants.ENDPOINT.partition("://")[2], *HOSTS}
-        if scheme not in ("https", "http") or host.lower() not in hosts or page is None:
+        if scheme.lower() not in ("https", "http") or host.lower() not in hosts or page is None:
             shown = f"{scheme}://{host.rpartition('@')[2]}/{path}"  # without a password
             raise HubError(
                 f"{shown} is no page of an SAE on the Hugging Face hub: expected https://{HOSTS[0]}/USER/REPO, or with "

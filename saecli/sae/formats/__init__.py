@@ -274,12 +274,12 @@ def load(
     if processing is not None:
         saved = replace(saved, processing=saved.processing | dict(processing))
     saved = settled(saved)
-    if saved.scaled and row_scale is None:
-        raise FormatError(
-            f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
-            "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens"
-        )
-    if saved.scaled and row_scale is not None:
+    if saved.scaled:
+        if row_scale is None:
+            raise FormatError(
+                f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
+                "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens"
+            )
         saved = replace(saved, sae=common.unscaled(saved.sae, row_scale), scaled=False)
     common.check_finite(path, saved.sae)
     if isinstance(saved.sae.activation, BatchTopK) and name != "native":
