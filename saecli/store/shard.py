@@ -7,16 +7,18 @@ Legend: R rows, D = d_in.
 """
 
 import io
-import mmap
+import os
+import resource
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import h5py
 
 PIECE_BYTES = 4 << 20
+MOST_OPEN = 512  # shards, of all stores that this process reads
 
 
 def make_anew(store: Path) -> str:
@@ -42,6 +45,7 @@ class Layout:
 
     # Byte offset, type and length of each but the activations.
     arrays: dict[str, tuple[int, np.dtype, int]]
+    checksums: np.ndarray  # (chunks,)
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
 
 
@@ -89,12 +93,25 @@ class Shard:
         return end
 
     @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn what the system refuses into a StoreError."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            reason = error.strerror or error
+            raise StoreError(
+                f"cannot read shard {self.path}: {reason}; {make_anew(self.store)}"
+            ) from error
+
+    @contextmanager
     def verified(self) -> Iterator["h5py.File"]:
         """The shard as HDF5 opens it, after its frame has been compared with its checksum."""
         import h5py  # `sae list` need not wait for it
 
         end = self.demand_room()
-        with self.path.open("rb", buffering=0) as file:
+        with self.reading(), self.path.open("rb", buffering=0) as file:
             digest = frame_checksum(file, self.record.frame.start, end)
             if digest != self.record.frame.xxh3:
                 raise StoreError(
@@ -114,13 +131,24 @@ class Shard:
         with self.verified() as file:
             groups = [group for group in (CODES, WINDOWS) if group in file]
             parts = [f"{group}/{name}" for group in groups for name in file[group]]
-            datasets = {name: file[name] for name in (CHUNK_CHECKSUMS, *self.meta.columns, *parts)}
+            datasets = {name: file[name] for name in (*self.meta.columns, *parts)}
             arrays = {
                 # An empty dataset has no bytes, and no offset.
                 name: (dataset.id.get_offset() or 0, dataset.dtype, len(dataset))
                 for name, dataset in datasets.items()
             }
-            return Layout(arrays, np.zeros(self.chunks, bool))
+            return Layout(arrays, file[CHUNK_CHECKSUMS][:], np.zeros(self.chunks, bool))
+
+    def read(self, opened: "OpenShard", offset: int, out: memoryview) -> None:
+        """Fill a buffer with the bytes from an offset on."""
+        while out:
+            count = os.preadv(opened.descriptor, [out], offset)
+            if not count:
+                raise StoreError(
+                    f"shard {self.path} is truncated: expected {offset + len(out)} bytes or more, got "
+                    f"{offset}; {make_anew(self.store)}"
+                )
+            out, offset = out[count:], offset + count
 
     def demand_chunk(self, chunk: int, checksum: int, content: bytes | memoryview) -> None:
         """Refuse the bytes of a chunk that differ from its checksum."""
@@ -136,18 +164,13 @@ class Shard:
     def problem(self) -> str | None:
         """A sentence if it is missing or differs from its checksums. Cost: reads every byte, and its XXH3-64."""
         try:
-            offset, kind, length = self.layout().arrays[CHUNK_CHECKSUMS]
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(offset)
-                checksums = np.frombuffer(file.read(length * kind.itemsize), kind)
+            checksums = self.layout().checksums
+            with self.reading(), self.path.open("rb", buffering=0) as file:
                 file.seek(self.record.frame.start)
                 for chunk, checksum in enumerate(checksums.tolist()):
                     self.demand_chunk(chunk, checksum, file.read(self.chunk_bytes))
         except StoreError as error:
             return str(error)
-        except OSError as error:
-            reason = error.strerror or error
-            return f"cannot read shard {self.path}: {reason}; {make_anew(self.store)}"
         return None
 
     def spread(self) -> Spread:
@@ -165,14 +188,44 @@ def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
+class OpenShard:
+    """A shard of a store open for reading, closed with the last reference to it: a thread may still read it when others
+    have taken its place among the open ones."""
+
+    def __init__(self, store: "Chunks", number: int) -> None:
+        self.descriptor = os.open(store.shards[number].path, os.O_RDONLY)
+        self._store, self._number = ref(store), number
+        with _open_lock:
+            _open_shards[self] = None
+            while len(_open_shards) > most_open():
+                oldest = next(iter(_open_shards))
+                del _open_shards[oldest]
+                if (of_oldest := oldest._store()) is not None:
+                    of_oldest.opened.pop(oldest._number, None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):  # else it could not be opened
+            os.close(self.descriptor)
+
+
+_open_shards: WeakKeyDictionary[OpenShard, None] = (
+    WeakKeyDictionary()
+)  # of all stores, the oldest first
+_open_lock = threading.Lock()
+
+
+def most_open() -> int:
+    """The number of shards that this process keeps open: at most half of the files that it may."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_OPEN if allowed == resource.RLIM_INFINITY else min(MOST_OPEN, allowed // 2)
+
+
 class Chunks:
     """A store's chunks, by number within the store; of an unfinished store, those of its whole shards.
 
-    Shards are memory-mapped when first read; thread-safe. Errors are StoreErrors that name the shard.
+    Thread-safe. Errors are StoreErrors that name the shard. Bytes are read, not mapped: a file that is cut off under a
+    map kills the process.
     """
-
-    # Each map holds a file descriptor, and many systems allow a process only 1024.
-    MAPS = 512
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self.path, self.meta, self.name = path, meta, path.resolve().name
@@ -183,13 +236,15 @@ class Chunks:
         rows = [shard.record.rows for shard in self.shards]
         self.shard_starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
         self._layouts: dict[int, Layout] = {}
-        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self.opened: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
+        self._has_room = False
 
     def demand_shards(self) -> None:
-        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
-        for shard in self.shards:
+        """Refuse a store with a shard that is missing or truncated. Cost: the first time, one `stat` per shard."""
+        for shard in () if self._has_room else self.shards:
             shard.demand_room()
+        self._has_room = True
 
     def spread(self) -> Spread:
         """Mean and scatter of all rows, of which there must be some. Cost: opens every shard, and reads no rows."""
@@ -214,29 +269,41 @@ class Chunks:
         self.demand_shards()  # as above
         yield from map(np.arange, self.shard_starts[:-1], self.shard_starts[1:])
 
-    def chunk(self, chunk: int) -> np.ndarray:
-        """A chunk's rows, (R, D) in the storage dtype, a read-only view of the page cache.
+    def some_of(
+        self, chunk: int, within: np.ndarray | slice, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Rows of a chunk, by ascending numbers within it, (R, D) in the storage dtype; in `out` if given.
 
-        Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 CPU seconds per GiB.
+        Cost: the first time, reading all of the chunk and a pass of XXH3-64 over it: 20 to 30 GB/s.
         """
-        shard, number, within = self._within_shard(chunk)
-        layout, mapped = self._open(number)
-        start = shard.record.frame.start + within * shard.chunk_bytes
-        whole = np.ndarray((shard.chunk_rows, self.d_in), self.storage, mapped, start)
-        if not layout.checked[within]:
-            checksum = int(self._array(number, CHUNK_CHECKSUMS)[within])
-            shard.demand_chunk(within, checksum, whole.data)
-            layout.checked[within] = True
-        return whole[: shard.record.rows - within * shard.chunk_rows]
+        shard, number, of_shard = self._within_shard(chunk)
+        layout, opened = self._open(number)
+        start, row_bytes = shard.record.frame.start, self.meta.row_bytes
+        start += of_shard * shard.chunk_bytes
+        if isinstance(within, slice):
+            within = np.arange(within.start, within.stop)
+        rows = np.empty((len(within), self.d_in), self.storage) if out is None else out
+        with shard.reading():
+            if not layout.checked[of_shard]:
+                whole = np.empty((shard.chunk_rows, self.d_in), self.storage)
+                shard.read(opened, start, whole.data.cast("B"))
+                shard.demand_chunk(of_shard, int(layout.checksums[of_shard]), whole.data)
+                layout.checked[of_shard] = True
+                return whole.take(within, 0, rows)
+            content = rows.data.cast("B")
+            cuts = [0, *(np.flatnonzero(np.diff(within) > 1) + 1).tolist(), len(within)]
+            for first, (begin, end) in zip(within[cuts[:-1]].tolist(), pairwise(cuts), strict=True):
+                run = content[begin * row_bytes : end * row_bytes]
+                shard.read(opened, start + first * row_bytes, run)
+            return rows
 
     def expect(self, chunk: int) -> None:
         """Have the system prefetch a chunk from disk, if it is yet to be checked."""
-        shard, number, within = self._within_shard(chunk)
-        layout, mapped = self._open(number)
-        if not layout.checked[within]:
-            end = shard.record.frame.start + (within + 1) * shard.chunk_bytes
-            start = (end - shard.chunk_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
+        shard, number, of_shard = self._within_shard(chunk)
+        layout, opened = self._open(number)
+        if not layout.checked[of_shard] and hasattr(os, "posix_fadvise"):  # macOS has none
+            start = shard.record.frame.start + of_shard * shard.chunk_bytes
+            os.posix_fadvise(opened.descriptor, start, shard.chunk_bytes, os.POSIX_FADV_WILLNEED)
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each row's chunk, and its number within that chunk, from its number within the store."""
@@ -252,29 +319,36 @@ class Chunks:
         begin, end = (rows[0], rows[-1]) if len(rows) else (0, 0)
         first, last = np.searchsorted(self.shard_starts, (begin, end), side="right") - 1
         cuts = np.searchsorted(rows, self.shard_starts[first + 1 : last + 1])
+        parts = enumerate(np.split(rows, cuts), int(first))
+        of_shards = [(shard, own) for shard, own in parts if len(own)] or [(int(first), rows)]
         return stacked(
-            [
-                self._column(shard, name)[own - self.shard_starts[shard]]
-                for shard, own in enumerate(np.split(rows, cuts), int(first))
-            ]
+            [self._values(shard, name, own - self.shard_starts[shard]) for shard, own in of_shards]
         )
 
-    def _column(self, shard: int, name: str) -> Any:
-        """A column of a shard, (rows,), or its true codes; read-only."""
+    def _values(self, shard: int, name: str, rows: np.ndarray) -> Any:
+        """A column's values, or true codes, for rows of a shard by their ascending numbers within it."""
+        begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
         if name != CODES:
-            return self._array(shard, name)
+            return self._array(shard, name, begin, end)[rows - begin]
         from scipy.sparse import csr_array  # `sae list` need not wait for it
 
         assert self.meta.world is not None
-        parts = [self._array(shard, f"{CODES}/{part}") for part in ("value", "index", "offset")]
-        shape = self.shards[shard].record.rows, self.meta.world.features
-        return csr_array(tuple(parts), shape=shape)
+        offset = self._array(shard, f"{CODES}/offset", begin, end + 1)
+        value, index = (
+            self._array(shard, f"{CODES}/{part}", int(offset[0]), int(offset[-1]))
+            for part in ("value", "index")
+        )
+        shape = end - begin, self.meta.world.features
+        return csr_array((value, index, offset - offset[0]), shape=shape)[rows - begin]
 
-    def _array(self, shard: int, name: str) -> np.ndarray:
-        """A one-dimensional dataset of a shard; read-only."""
-        layout, mapped = self._open(shard)
+    def _array(self, shard: int, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """A one-dimensional dataset of a shard, or part of it."""
+        layout, opened = self._open(shard)
         offset, kind, length = layout.arrays[name]
-        return np.ndarray((length,), kind, mapped, offset)
+        values = np.empty((length if end is None else end) - begin, kind)
+        with self.shards[shard].reading():
+            self.shards[shard].read(opened, offset + begin * kind.itemsize, values.data.cast("B"))
+        return values
 
     def windows(self, shard: int) -> Windows:
         """The windows whose first row is in a shard, of a store that keeps them."""
@@ -288,15 +362,12 @@ class Chunks:
         shard = self.shards[number]
         return shard, number, (row - int(self.shard_starts[number])) // shard.chunk_rows
 
-    def _open(self, number: int) -> tuple[Layout, mmap.mmap]:
-        shard = self.shards[number]
+    def _open(self, number: int) -> tuple[Layout, OpenShard]:
         with self._lock:
             if number not in self._layouts:
-                self._layouts[number] = shard.layout()
-            if number not in self._maps:
-                with shard.path.open("rb") as file:
-                    self._maps[number] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                if len(self._maps) > self.MAPS:
-                    self._maps.popitem(last=False)
-            self._maps.move_to_end(number)
-            return self._layouts[number], self._maps[number]
+                self._layouts[number] = self.shards[number].layout()
+            opened = self.opened.get(number)
+            if opened is None:
+                with self.shards[number].reading():
+                    opened = self.opened[number] = OpenShard(self, number)
+            return self._layouts[number], opened

@@ -297,10 +297,13 @@ def in_order(source: Source, batch_size: int, part: Part) -> Stream:
             before = int(ends[chunk] - source.counts[chunk])
             until = min(end, int(ends[chunk]))
             if until > row:
-                wanted = slice(row - before, until - before)
-                rows, kept = source.store.chunk(chunk), source.kept(chunk)
-                rows = rows[wanted] if kept is None else rows[kept[wanted]]
-                source.decode(rows, out[row - begin : until - begin])
+                wanted, kept = slice(row - before, until - before), source.kept(chunk)
+                own = wanted if kept is None else kept[wanted]
+                part = out[row - begin : until - begin]
+                if part.dtype == source.store.storage:
+                    source.store.some_of(chunk, own, part)
+                else:
+                    source.decode(source.store.some_of(chunk, own), part)
             row, chunk = until, chunk + 1
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[_Block]:
@@ -374,7 +377,7 @@ def _loads(source: Source, order: np.ndarray, out: np.ndarray) -> list[Callable[
         for end in ends:  # all at once, so as not to wait for each
             store.expect(int(chunks[end - 1]))
         for begin, end in pairwise([0, *ends]):
-            rows = store.chunk(int(chunks[begin])).take(within[begin:end], axis=0)
+            rows = store.some_of(int(chunks[begin]), within[begin:end])
             targets[places[begin:end]] = rows.view(whole_row)[:, 0]
 
     step = max(1, LOAD_BYTES // store.meta.row_bytes)

@@ -2,6 +2,8 @@
 document, the test rows fixed, fractions nested; mean and scatter of the training rows."""
 
 import math
+import os
+import resource
 import threading
 import tracemalloc
 
@@ -105,7 +107,7 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
 
 def test_a_change_to_a_batch_leaves_the_store_and_other_batches_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("saecli.store.split.BLOCK_BYTES", 1 << 10)  # a few batches a block
-    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", 1)
+    monkeypatch.setattr("saecli.store.shard.MOST_OPEN", 1)
     rows = numbered(2000, d_in=8)
     for name in ("a", "b"):
         make_store(tmp_path / name, rows, shard_rows=700, chunk_rows=20)
@@ -163,6 +165,36 @@ def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path, stream):
     with pytest.raises(StoreError, match=r"00001\.h5"):
         collect(stream(store.split("all")))
     assert not reading_threads()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("cut", [0, 5000])
+def test_a_shard_that_is_cut_off_under_a_reader_is_named(tmp_path, stream, cut):
+    """Memory-mapped, it would kill the process."""
+    split = make_store(tmp_path / "s", numbered(2000), shard_rows=700, chunk_rows=20).split("all")
+    collect(stream(split))
+    os.truncate(tmp_path / "s" / "shards" / "00001.h5", cut)
+    said = r"00001\.h5 is truncated: expected \d+ bytes or more, got \d+; remove it with `sae rm s`"
+    with pytest.raises(StoreError, match=said):
+        collect(stream(split))
+
+
+def test_many_shards_of_many_stores_are_read_with_few_files_open(tmp_path):
+    rows, sizes = numbered(400), {"shard_rows": 5, "chunk_rows": 5}
+    names = ("a", "b", "c")
+    columns = {"document": np.arange(400) // 9}
+    stores = [make_store(tmp_path / name, rows, columns=columns, **sizes).path for name in names]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = len(os.listdir("/dev/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    try:
+        split = saecli.join(*stores).split("all")
+        expected = np.concatenate([rows] * 3, axis=1)
+        np.testing.assert_array_equal(collect(split.sequential(64)), expected)
+        shuffled = collect(split.batches(64, seed=0, epoch=0, window_bytes=1 << 12))
+        np.testing.assert_array_equal(shuffled[shuffled[:, 0].argsort()], expected)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.slow
