@@ -1,5 +1,6 @@
 """What the tests of the store share."""
 
+import json
 import random
 import tempfile
 from collections.abc import Iterator
@@ -70,6 +71,32 @@ def make_store(
     return ActivationStore.open(path)
 
 
+def change_listed(path: Path, number: int, **fields: Any) -> None:
+    """Change fields of a shard's line in a store's `shards.jsonl`."""
+    lines = listed_shards(path)
+    lines[number] |= fields
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (path / "shards.jsonl").write_text(text)
+
+
+def listed_shards(path: Path) -> list[dict[str, Any]]:
+    """The lines of a store's `shards.jsonl`."""
+    return [json.loads(line) for line in (path / "shards.jsonl").read_text().splitlines()]
+
+
+def as_version_3(path: Path) -> None:
+    """Rewrite a store's documents as an older saecli wrote them: all shards in `store.json`."""
+    document = json.loads((path / "store.json").read_text())
+    shards, resume = listed_shards(path), document.pop("resume", None)
+    for number, shard in enumerate(shards):
+        is_last = number == len(shards) - 1
+        shard["resume"] = resume if is_last else {"cursor": {"row": 0}, "skip": 1}
+    assert len(shards) == document.pop("shard_count")
+    document |= {"format_version": 3, "shards": shards}
+    (path / "store.json").write_text(json.dumps(document))
+    (path / "shards.jsonl").unlink()
+
+
 def collect(batches: Iterator[np.ndarray]) -> np.ndarray:
     """All rows of a stream."""
     return np.concatenate([*batches])
@@ -112,10 +139,11 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
         if expected_norms is not None:
             expected_norms = pytest.approx(expected_norms, rel=0.02)
         assert got.pop(name) == expected_norms
-    for shard in (*got["shards"], *wanted["shards"]):
-        del shard["frame"]
-        cursor = shard["resume"]["cursor"]
-        shard["resume"]["cursor"] = {
+    for document in (got, wanted):
+        for shard in document["shards"]:
+            del shard["frame"]
+        cursor = document["resume"]["cursor"]
+        document["resume"]["cursor"] = {
             name: value for name, value in cursor.items() if not name.startswith("_")
         }
     assert got == wanted

@@ -1,9 +1,12 @@
-"""The contents of a store's `store.json`, which is written anew with each shard; README.md specifies the format."""
+"""The contents of a store's `store.json`, written anew with each shard, and of `shards.jsonl`, which then gets a line;
+README.md specifies the format."""
 
 import dataclasses
 import hashlib
 import json
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,13 +20,14 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from ..base.documents import demand_version, parse_json
 from ..base.errors import StoreError
-from ..base.files import write_json
+from ..base.files import appearing_whole, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
+from ..base.options import Check
 from .options import StoredDtype
 from .values import CODES, DTYPES, Norms
 
-FORMAT_VERSION = 3
-SHARDS = "shards"
+FORMAT_VERSION = 4
+SHARDS, SHARD_LIST = "shards", "shards.jsonl"
 WORLD_FILE = "world.safetensors"
 ACTIVATIONS = "activations"
 STATISTICS = "statistics"
@@ -84,14 +88,36 @@ class Frame:
     xxh3: str
 
 
+def _shard_file(name: str) -> str:
+    if not re.fullmatch(r"[0-9]{5,}\.h5", name):  # a path would lead out of the store
+        raise ValueError("a shard's name such as 00000.h5")
+    return name
+
+
 @dataclass(frozen=True)
 class ShardRecord:
-    """One finished shard."""
+    """One finished shard, a line of `shards.jsonl`."""
 
-    file: str
+    file: Annotated[str, Check(_shard_file)]
     rows: Annotated[int, Ge(1)]
-    resume: Resume
     frame: Frame
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    resume: Resume
+
+
+@dataclass(frozen=True)
+class _Version3:
+    """A `store.json` of version 3, which lists the shards, each with a `Resume`."""
+
+    shards: tuple[_Resumed, ...]
+
+
+@dataclass(frozen=True)
+class _ShardCount:
+    shard_count: Annotated[int, Ge(0)] = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +149,8 @@ class StoreMeta:
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)  # number of rows, by reason
     norms: Norms | None = None
-    shards: tuple[ShardRecord, ...] = ()
+    shards: tuple[ShardRecord, ...] = ()  # in `shards.jsonl`, of which `store.json` has the count
+    resume: Resume | None = None  # after the last shard
     sources: dict[str, int] = field(default_factory=dict)
     control_tokens: dict[str, int] = field(default_factory=dict)
     ranks: int = 0  # processes that each write a store within it; 0 if one writes it alone
@@ -197,7 +224,7 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in ("sources", "control_tokens", "ranks", "world", "windows", "reads"):
+        for name in ("resume", "sources", "control_tokens", "ranks", "world", "windows", "reads"):
             if not document[name]:
                 del document[name]
         return {
@@ -207,8 +234,13 @@ class StoreMeta:
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
-        demand_version(text, FORMAT_VERSION, oldest=FORMAT_VERSION)
-        return parse_json(text, cls)
+        demand_version(text, FORMAT_VERSION, oldest=3)
+        meta = parse_json(text, cls)
+        if meta.format_version == FORMAT_VERSION:
+            return meta
+        shards = parse_json(text, _Version3).shards
+        last = shards[-1].resume if shards else None
+        return dataclasses.replace(meta, resume=last, format_version=FORMAT_VERSION)
 
 
 def shard_name(index: int) -> str:
@@ -224,19 +256,51 @@ def read_meta(store: Path) -> StoreMeta:
     """Read a store's `store.json`; StoreError if it is damaged, of another version, or missing."""
     path = store / STORE_MARKER
     try:
-        meta = StoreMeta.from_json(path.read_bytes())
+        text = path.read_bytes()
+        meta = StoreMeta.from_json(text)
+        if count := parse_json(text, _ShardCount).shard_count:
+            path = store / SHARD_LIST
+            return dataclasses.replace(meta, shards=_listed(path.read_bytes(), count))
         if meta.ranks:
             folders = sorted(folder.parent for folder in (store / SHARDS).glob(f"*/{STORE_MARKER}"))
             return meta.joined({folder.name: read_meta(folder) for folder in folders})
         return meta
     except FileNotFoundError as error:
         raise StoreError(
-            f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
+            f"no activation store at {store}; expected {path.name} in it, got none; "
             "make one with `sae extract` or `sae import`"
         ) from error
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}; {UNREADABLE}") from error
 
 
+def _listed(text: bytes, count: int) -> tuple[ShardRecord, ...]:
+    """The first `count` shards of a list, which a killed process may have left longer."""
+    lines = text.splitlines()[:count]
+    if len(lines) < count:
+        raise ValueError(f"expected {count} shards, got {len(lines)}")
+    return parse_json(b"[%s]" % b",".join(lines), tuple[ShardRecord, ...])
+
+
 def write_meta(store: Path, meta: StoreMeta) -> None:
-    write_json(store / STORE_MARKER, meta.to_json())
+    """Write a store's `store.json`; its shards are listed already."""
+    document = dataclasses.replace(meta, shards=()).to_json()
+    del document["shards"]
+    write_json(store / STORE_MARKER, document | {"shard_count": len(meta.shards)})
+
+
+def list_shards(store: Path, shards: tuple[ShardRecord, ...]) -> None:
+    """Write a store's `shards.jsonl` anew, without what a killed process may have left in it."""
+    with appearing_whole(store / SHARD_LIST) as temporary:
+        temporary.write_bytes(b"".join(map(_line, shards)))
+
+
+def list_shard(store: Path, shard: ShardRecord) -> None:
+    """Add a line to a store's `shards.jsonl`, flushed to disk."""
+    with (store / SHARD_LIST).open("ab", buffering=0) as file:
+        file.write(_line(shard))
+        os.fsync(file.fileno())
+
+
+def _line(shard: ShardRecord) -> bytes:
+    return f"{to_json(dataclasses.asdict(shard))}\n".encode()

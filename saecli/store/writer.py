@@ -28,6 +28,8 @@ from .schema import (
     Resume,
     ShardRecord,
     StoreMeta,
+    list_shard,
+    list_shards,
     read_meta,
     shard_name,
     write_meta,
@@ -59,7 +61,8 @@ class StoreWriter:
         self._limit = limit
         self._shard: ShardWriter | None = None
         # Until the first block has come again.
-        self._resume = meta.shards[-1].resume if meta.shards else None
+        self._resume = meta.resume
+        self._stored = meta.rows  # in whole shards
         self._last: Resume | None = None  # where the last row stored came from
         self._ended: Counter[str] = Counter()  # dropped in blocks that ended since the last shard
         self._current: Counter[str] = Counter()  # dropped in the latest block
@@ -72,8 +75,11 @@ class StoreWriter:
         something else, or a shard is missing or damaged. As a rank's part of a store it may end without rows."""
         lock, stored = claim(path, meta)
         try:
-            for shard in () if stored.complete else Shard.each(path, stored):
-                shard.layout()
+            if not stored.complete:
+                for shard in Shard.each(path, stored):
+                    shard.layout()
+                with _reporting(path, stored.rows):
+                    list_shards(path, stored.shards)
             return cls(path, stored, lock, MOST if limit is None else limit, is_part)
         except BaseException:
             os.close(lock)
@@ -92,11 +98,11 @@ class StoreWriter:
     @property
     def cursor(self) -> dict[str, Any] | None:
         """Where the producer must start; None for its beginning."""
-        return self.meta.shards[-1].resume.cursor if self.meta.shards else None
+        return self.meta.resume.cursor if self.meta.resume else None
 
     @property
     def rows(self) -> int:
-        return self.meta.rows + (self._shard.rows if self._shard else 0)
+        return self._stored + (self._shard.rows if self._shard else 0)
 
     @property
     def full(self) -> bool:
@@ -139,7 +145,7 @@ class StoreWriter:
         if windows is not None:
             windows = windows.admitted(verdicts == ADMITTED, end)
         while begin < end:
-            with _reporting(self.path, self.meta.rows):
+            with _reporting(self.path, self._stored):
                 begin = self._store(rows, columns, windows, cursor, begin, end)
 
     def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
@@ -173,9 +179,7 @@ class StoreWriter:
         )
         self._last = Resume(cursor, stop)
         if self._shard.rows == self.meta.shard_rows:
-            meta = self._commit()
-            write_meta(self.path, meta)
-            self.meta = meta
+            self._write(self._commit())
         return stop
 
     def finish(self) -> StoreMeta:
@@ -187,7 +191,7 @@ class StoreWriter:
         self._ended, self._current = self._ended + self._current, Counter()
         if not self.rows and not self._is_part:
             raise no_rows(self.path, self._ended)
-        with _reporting(self.path, self.meta.rows):
+        with _reporting(self.path, self._stored):
             # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
             # count its dropped rows twice.
             meta = self._commit() if self._shard else self.meta
@@ -198,9 +202,14 @@ class StoreWriter:
                 control_tokens={name: rows for name, rows in meta.control_tokens.items() if rows},
             )
             self._ended = Counter()
-            write_meta(self.path, meta)
-            self.meta = meta
+            self._write(meta)
         return self.meta
+
+    def _write(self, meta: StoreMeta) -> None:
+        """Make what a commit has stored count."""
+        write_meta(self.path, meta)
+        self._stored += sum(shard.rows for shard in meta.shards[len(self.meta.shards) :])
+        self.meta = meta
 
     def _commit(self) -> StoreMeta:
         """Make the shard appear; the contents of `store.json` that record it."""
@@ -211,12 +220,14 @@ class StoreWriter:
         for token_id in control:
             control[token_id] += self._shard.count("token_id", int(token_id))
         frame, norms = self._shard.commit()
-        record = ShardRecord(self._shard.path.name, self._shard.rows, self._last, frame)
+        record = ShardRecord(self._shard.path.name, self._shard.rows, frame)
+        list_shard(self.path, record)
         dropped = Counter(self.meta.dropped) + self._ended
         self._shard, self._ended = None, Counter()
         return replace(
             self.meta,
             shards=(*self.meta.shards, record),
+            resume=self._last,
             dropped=dict(dropped),
             median_norm=self._admission.median,
             norms=norms if self.meta.norms is None else self.meta.norms + norms,

@@ -12,7 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storing import collect, make_store, memory_folder
+from storing import (
+    as_version_3,
+    change_listed,
+    collect,
+    listed_shards,
+    make_meta,
+    make_store,
+    memory_folder,
+    stored_contents,
+)
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from saecli.base.errors import StoreError
@@ -66,9 +75,10 @@ def test_a_damaged_shard_is_refused_by_name_and_not_resumed_from(tmp_path, damag
 def test_a_shard_that_does_not_fit_store_json_is_named(tmp_path, change):
     make_store(tmp_path / "s", ROWS, "bfloat16", documents=np.arange(250))
     marker = tmp_path / "s" / "store.json"
-    document = json.loads(marker.read_text())
-    (document["shards"][0] if "frame" in change else document).update(change)
-    marker.write_text(json.dumps(document))
+    if "frame" in change:
+        change_listed(tmp_path / "s", 0, **change)
+    else:
+        marker.write_text(json.dumps(json.loads(marker.read_text()) | change))
     with pytest.raises(StoreError, match=r"shard .*00000\.h5 is") as error:
         read(tmp_path)
     assert str(error.value) in ActivationStore.open(tmp_path / "s").verify()
@@ -99,7 +109,7 @@ def document(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format_version": 4}, "expected format version 3 or older, got 4; upgrade saecli"),
+        ({"format_version": 5}, "expected format version 4 or older, got 5; upgrade saecli"),
         ({"format_version": 2}, "expected format version 3, got 2, of an older saecli"),
         ({"format_version": None}, "format_version: expected a valid integer, got None"),
         ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
@@ -109,7 +119,8 @@ def document(tmp_path_factory):
             "chunk_rows: expected less than or equal to 1099511627776, got 10000",
         ),
         ({"dtype": "float8"}, "dtype: expected 'float32', 'float16' or 'bfloat16', got 'float8'"),
-        ({"shards": [{"file": "../../etc"}]}, r"shards\.0\.rows: Field required"),
+        ({"shards": [{"file": "00000.h5"}]}, r"shards\.0\.rows: Field required"),
+        ({"shard_count": -1}, "shard_count: expected greater than or equal to 0, got -1"),
         ({"shards": None}, "shards: expected a valid array, got None"),
         *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
     ],
@@ -123,10 +134,64 @@ def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, ch
         ActivationStore.open(tmp_path / "s")
 
 
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("file", ["../../00000.h5", "/etc/passwd", "00000/shards/00000.h5", ".h5"])
+def test_a_shard_is_no_path(tmp_path, file, old):
+    path = make_store(tmp_path / "s", ROWS).path
+    change_listed(path, 1, file=file)
+    if old:
+        as_version_3(path)
+    said = re.escape(f"1.file: expected a shard's name such as 00000.h5, got '{file}'")
+    with pytest.raises(StoreError, match=f"cannot read .*{said}"):
+        ActivationStore.open(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda path: path.write_text(path.read_text().splitlines()[0]),
+            "expected 3 shards, got 1",
+        ),
+        (lambda path: path.write_text("null\n" * 3), "0: "),
+        (lambda path: path.write_bytes(b"\xff\n" * 3), ""),
+        (lambda path: path.unlink(), "expected shards.jsonl in it, got none"),
+    ],
+)
+def test_a_damaged_list_of_shards_is_refused_by_name(tmp_path, change, said):
+    path = make_store(tmp_path / "s", ROWS).path
+    change(path / "shards.jsonl")
+    with pytest.raises(StoreError, match=r"shards\.jsonl") as error:
+        ActivationStore.open(path)
+    assert said in str(error.value)
+
+
+def test_a_store_of_an_older_saecli_is_opened_and_gone_on_with(tmp_path):
+    make_store(tmp_path / "s", ROWS)
+    expected = stored_contents(tmp_path / "s")
+    as_version_3(tmp_path / "s")
+    assert stored_contents(tmp_path / "s")["meta"] == expected["meta"]
+    with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
+        writer.append(ROWS[:130], {}, {"row": 0})
+    as_version_3(tmp_path / "begun")
+    assert ActivationStore.open(tmp_path / "begun").rows == 100
+    with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
+        assert writer.cursor == {"row": 0}
+        writer.append(ROWS[:130], {}, {"row": 0})
+        writer.append(ROWS[130:], {}, {"row": 130})
+        writer.finish()
+    got = stored_contents(tmp_path / "begun")
+    np.testing.assert_array_equal(got["rows"], ROWS)
+    assert [shard["rows"] for shard in got["meta"]["shards"]] == [100, 100, 50]
+    assert (tmp_path / "begun" / "shards.jsonl").exists()
+
+
 def test_files_that_store_json_does_not_list_are_ignored(tmp_path):
     store = make_store(tmp_path / "s", ROWS)
     (tmp_path / "s" / "shards" / "00003.h5").write_text("left by a killed process")
     (tmp_path / "s" / "shards" / ".00003.h5.partial").write_text("so was this")
+    with (tmp_path / "s" / "shards.jsonl").open("a") as file:
+        file.write('{"file": "00003.h5", "ro')  # so was the end of this
     assert ActivationStore.open(tmp_path / "s").rows == store.rows == 250
     assert not list(store.verify())
 
@@ -156,9 +221,9 @@ def written(tmp_path: Path) -> Path:
 
 def test_activations_are_little_endian_chunks_at_the_frames_offset(written: Path):
     stored = np.delete(FEW_ROWS, LEFT_OUT, axis=0)
-    document = json.loads((written / "store.json").read_text())
-    assert [shard["rows"] for shard in document["shards"]] == [6, 2]
-    for shard, rows, padding in zip(document["shards"], np.split(stored, [6]), (2, 0), strict=True):
+    shards = listed_shards(written)
+    assert [shard["rows"] for shard in shards] == [6, 2]
+    for shard, rows, padding in zip(shards, np.split(stored, [6]), (2, 0), strict=True):
         content = (written / "shards" / shard["file"]).read_bytes()
         assert content[:9] == b"\x89HDF\r\n\x1a\n\x03"
         superblocks_end_of_file = struct.unpack_from("<Q", content, 28)[0]
@@ -174,7 +239,7 @@ def test_activations_are_little_endian_chunks_at_the_frames_offset(written: Path
 def test_columns_checksums_and_statistics_are_as_specified(written: Path):
     path = written / "shards" / "00000.h5"
     content = path.read_bytes()
-    start = json.loads((written / "store.json").read_text())["shards"][0]["frame"]["start"]
+    start = listed_shards(written)[0]["frame"]["start"]
 
     def unpacked(name: str, kind: str) -> tuple:
         with h5py.File(path) as file:

@@ -156,7 +156,12 @@ def test_a_store_that_was_stopped_without_a_row_gives_its_name_to_another(tmp_pa
         with StoreWriter.open(path, wanted) as writer:
             writer.append(rows, {}, {"row": 0})
             writer.finish()
-        assert {file.name for file in path.iterdir()} == {".lock", "shards", "store.json"}
+        assert {file.name for file in path.iterdir()} == {
+            ".lock",
+            "shards",
+            "shards.jsonl",
+            "store.json",
+        }
     assert stored_contents(tmp_path / "s")["meta"] == stored_contents(tmp_path / "t")["meta"]
     with pytest.raises(StoreError, match="a store named 's' already, made from something else"):
         finished_store(tmp_path / "s", "another")
