@@ -3,7 +3,9 @@
 Fields that the dataclass does not have are ignored.
 """
 
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +19,7 @@ Document = TypeVar("Document")
 Layer = Annotated[int, Ge(0)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 RUN_VERSION = 1  # of run.json
+LOCAL = {"local": True}  # of a field: it means something in one home alone
 
 
 def read_json(path: Path, kind: type[Document]) -> Document:
@@ -48,12 +51,35 @@ class Origin:
     target_site: str | None = None
     # Of a crosscoder, layer and site of each input, in order, and its model and revision where these differ.
     inputs: tuple[dict[str, Any], ...] | None = None
-    data: str | None = None  # reference of the (first) store
-    data_hash: str | None = None  # `Joined.hash` of the stores
-    beside: tuple[str, ...] | None = None  # references of further stores
-    target: str | None = None  # reference of the targets' store
+    # Reference of the (first) store, `Joined.hash` of the stores, references of further ones and of the targets'.
+    data: str | None = field(default=None, metadata=LOCAL)
+    data_hash: str | None = field(default=None, metadata=LOCAL)
+    beside: tuple[str, ...] | None = field(default=None, metadata=LOCAL)
+    target: str | None = field(default=None, metadata=LOCAL)
     split_seed: Annotated[int, Ge(0)] | None = None
     fraction: Fraction | None = None  # of the training rows that was trained on
+
+
+def published(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """An origin for others: without fields that are `LOCAL`, and of each path only its last part."""
+    names = [entry.name for entry in fields(Origin) if not entry.metadata]
+    return {name: _without_folders(origin[name]) for name in names if name in origin}
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return " + ".join(map(_last_part, value.split(" + ")))  # the texts of a mixture
+
+
+def _last_part(name: str) -> str:
+    """The last part of a path; a name on the hub, OWNER/NAME, as it is."""
+    is_path = re.match(r"[/~.]|.*\\|.*/.*/", name, re.DOTALL)
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if is_path else name
 
 
 def point_words(layer: int | None, site: str, between: str = ", ") -> str:

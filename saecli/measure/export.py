@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..base.console import Listener, listening
+from ..base.documents import published
 from ..base.errors import ConfigError, number, unknown_choice
 from ..base.files import expanded
 from ..base.home import Home
@@ -24,7 +25,6 @@ from .measured import ChosenRows, Measured, RowsLike
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
 MEASURES = (
     "rows",
     "l0",
@@ -105,7 +105,7 @@ def export(
     def written() -> Iterator[SavedSAE]:
         for one in several:  # opened one at a time, since a set may be larger than memory
             subject, saved = open_sae(home, one, listener)
-            ready = writable(saved, to, subject.name, listener)
+            ready = writable(_without_local(saved), to, subject.name, listener)
             entries.append(
                 {
                     "run": subject.name,
@@ -226,12 +226,8 @@ def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
 
 
 def _without_local(saved: SavedSAE) -> SavedSAE:
-    """The SAE without names that only this machine knows: a model's path, stores."""
-    origin = {name: value for name, value in saved.origin.items() if name not in LOCAL}
-    model = origin.get("model")
-    if model is not None and Path(model).is_absolute():
-        origin["model"] = Path(model).name
-    return replace(saved, origin=origin, transcodes=saved.is_transcoder)
+    """The SAE without names that only this machine knows: folders, stores."""
+    return replace(saved, origin=published(saved.origin), transcodes=saved.is_transcoder)
 
 
 def _exact_format(measured: Measured, listener: Listener) -> str:

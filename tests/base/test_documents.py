@@ -24,10 +24,36 @@ from homes import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from saecli.base.documents import parse_json
+from saecli.base.documents import parse_json, published
 from saecli.base.errors import SaeError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import FORMATS, SavedSAE, load, save
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kept"),
+    [
+        ("Salesforce/wikitext", "Salesforce/wikitext"),
+        ("stdlib-docs", "stdlib-docs"),
+        ("/home/me/acme.jsonl", "acme.jsonl"),
+        (
+            "/home/me/a b.txt + Salesforce/wikitext + ~/c.txt",
+            "a b.txt + Salesforce/wikitext + c.txt",
+        ),
+        ("C:\\Users\\me\\acme.jsonl", "acme.jsonl"),
+        ("../clients/acme/", "acme"),
+        ("clients/acme/2026.jsonl", "2026.jsonl"),
+        ("/\n/home/me/x", "x"),
+    ],
+)
+def test_of_a_path_only_its_last_part_is_published(dataset: str, kept: str):
+    inputs = [{"model": dataset, "layer": 3}, {"any": {"new": [dataset]}}]
+    got = published({"dataset": dataset, "inputs": inputs, "data": "mine", "unknown": dataset})
+    assert got == {
+        "dataset": kept,
+        "inputs": [{"model": kept, "layer": 3}, {"any": {"new": [kept]}}],
+    }
+
 
 ODD = (None, True, 0, -1, 10**400, 1e308, "x", "", [], [[]], {}, {"a": 1})
 DEEP = "[" * 100_000

@@ -3,6 +3,8 @@
 import shutil
 import socket
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import published
@@ -13,6 +15,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
+from saecli.base.documents import Origin
 from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, TopK
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.hub import Address
@@ -174,15 +177,43 @@ def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the
     assert repo.files["README.md"] == b"All mine."
 
 
+EVERYWHERE = "/home/me/models/llama"
+
+
+def everywhere(kind: object) -> Any:
+    """A value of an annotation with a path in every place that takes a string."""
+    if isinstance(kind, UnionType):
+        return everywhere(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return [everywhere(get_args(kind)[0])] * 2
+    if get_origin(kind) is dict:
+        return {"model": EVERYWHERE, "new": [EVERYWHERE], "site": "mlp_in", "layer": 3}
+    assert kind in (int, str, bool, float)
+    return {int: 3, bool: True, float: 0.5, str: EVERYWHERE}[kind]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["push", "export"])
 @pytest.mark.parametrize("form", ["saelens", "native"])
-def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, form: str) -> None:
-    origin = {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}
+def test_no_path_of_this_machine_is_in_a_written_byte(
+    sae: CommandLine, hub: ModelHub, tmp_path: Path, form: str, command: str
+) -> None:
+    kinds = get_type_hints(Origin).items()
+    origin = {name: everywhere(kind) for name, kind in kinds if not name.startswith("target")}
+    origin["site"] = "resid_post"
+    if form == "saelens":  # which would take them for a crosscoder's
+        del origin["inputs"]
     make_run(sae.home, "run", random_sae(), origin=origin)
-    assert sae("push", "run", "someone/saes", "--format", form).status == 0
+    if command == "export":
+        sae("export", "run", "--to", form, "--out", tmp_path / "out").succeeds()
+        files = files_of(tmp_path / "out")
+        assert files and not any(b"/home/me" in content for content in files.values())
+        return
+    sae("push", "run", "someone/saes", "--format", form).succeeds()
     files = hub.repos["someone/saes"].files
     assert not any(b"/home/me" in content for content in files.values())
-    assert "llama, layer 3 resid_post" in files["README.md"].decode()
+    place = "llama, layer 3 resid_post" if form == "saelens" else "mlp_in of llama"
+    assert place in files["README.md"].decode()
     assert ModelCard(files["README.md"].decode()).data.base_model is None
 
 
