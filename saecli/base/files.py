@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -17,6 +17,8 @@ from typing import Any
 from .errors import ConfigError
 
 LOCK = ".lock"
+# What file systems answer that cannot flush a folder: of Windows, in user space, of virtual machines.
+UNFLUSHABLE = (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOTSUP)
 
 
 def expanded(path: str | Path) -> Path:
@@ -25,12 +27,16 @@ def expanded(path: str | Path) -> Path:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Force a file's contents, or a folder's entries, onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Force a file's contents, or a folder's entries where its file system can, onto the disk."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in UNFLUSHABLE or not path.is_dir():
+            raise
 
 
 def file_sha256(path: Path) -> str:
@@ -99,7 +105,8 @@ def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Pa
                 with suppress(OSError):  # another writer's may be there by now
                     old.replace(folder)
                 raise
-            shutil.rmtree(old)
+            # The new one stands, though a file system may keep something of the old one, as NFS does what is open.
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -153,16 +160,16 @@ def make_folder(path: Path) -> None:
         flush_to_disk(folder.parent)
 
 
-def lock_folder(folder: Path) -> int:
-    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it. Temporary files
-    that killed owners of the lock left are removed."""
+def lock_folder(folder: Path, owned: Collection[str] = ()) -> int:
+    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it. Of the files that
+    only owners of the lock write, temporary ones are removed, which killed owners left."""
     make_folder(folder)
     # A file in it, since network file systems lock no folders.
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left in folder.glob(".*.partial"):
-            if not left.is_dir():
+        for name in owned:
+            for left in folder.glob(f".{name}.*.partial"):
                 left.unlink()
         return descriptor
     except BaseException:

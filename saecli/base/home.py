@@ -53,9 +53,15 @@ class Shelf:
     error: type[SaeError]  # for an entry that is missing or unreadable
     remedy: str
 
+    def __contains__(self, name: str | None) -> bool:
+        """Whether an entry has this name. Cost: one `stat`, whatever the number of entries."""
+        if not name or name.startswith(".") or "/" in name:
+            return False
+        return os.path.isfile(self.path / name / self.marker)
+
     def names(self) -> list[str]:
-        """The names of all entries, newest first, and unreadable ones last."""
-        return list(self.markers())
+        """The names of all entries, sorted; none is read."""
+        return sorted(path.parent.name for path in self.marker_files())
 
     def markers(self) -> dict[str, Marker | SaeError]:
         """The marker of every entry by name, newest first; of unreadable ones the error, last."""
@@ -81,13 +87,13 @@ class Shelf:
 
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest complete one, else of the newest."""
-        markers = self.markers()
-        if name is not None and name not in markers:
+        if name is not None and name not in self:
             raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
+        markers = {name: self._marker(self.path / name / self.marker)} if name else self.markers()
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
         complete = [key for key in markers if getattr(markers[key], "complete", False)]
-        chosen = name or [*complete, *markers][0]
+        chosen = [*complete, *markers][0]
         if isinstance(error := markers[chosen], SaeError):
             raise error
         return self.path / chosen
@@ -97,7 +103,7 @@ class Shelf:
         names = self.names()
         chosen: list[str] = []
         for word in words:
-            is_name = word in names or "://" in word  # of a run, or a URL
+            is_name = word in self or "://" in word  # of a run, or a URL
             is_pattern = not is_name and not {*"*?["}.isdisjoint(word)
             matches = matches_of(names, word) if is_pattern else [word]
             if not matches:

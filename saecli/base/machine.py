@@ -13,6 +13,12 @@ from pathlib import Path
 from .errors import one_line
 
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# By the controllers of a hierarchy: its folder, files of limit and use, and what begins the sizes of its page cache.
+CGROUP_FILES = {
+    "": ("", "memory.max", "memory.current", "(?:in)?"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?"),
+}
+MEMINFO = Path("/proc/meminfo")
 # Messages on failed allocations by torch on a CPU and on devices, and by CUDA's libraries.
 REFUSALS = (
     "out of memory",
@@ -65,25 +71,33 @@ def is_disk_full(error: BaseException) -> bool:
 def available_memory() -> int:
     """Bytes of memory that a process can allocate without swapping, within the limits of its control groups."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (meminfo := Path("/proc/meminfo")).exists():
-        (line,) = re.findall("^MemAvailable: +([0-9]+)", meminfo.read_text("ascii"), re.MULTILINE)
-        free = int(line) * 1024
+    if MEMINFO.exists():
+        sizes = dict(
+            re.findall("^([A-Za-z]+): +([0-9]+)", MEMINFO.read_text("ascii"), re.MULTILINE)
+        )
+        # Kernels before 3.14, and Windows' first subsystem, do not say what is available.
+        names = ["MemAvailable"] if "MemAvailable" in sizes else ["MemFree", "Cached"]
+        free = sum(int(sizes.get(name, 0)) for name in names) * 1024
     return min([free, *_left_in_groups()])
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes left below the memory limits of this process's control group, of version 2, and of those that it is nested
-    in. Page cache does not count as used, as in the kernel's MemAvailable: stores that are read fill it."""
-    if not OWN_CGROUP.exists():
-        return
-    own = CGROUP / OWN_CGROUP.read_text(encoding="utf-8").partition("0::/")[2].strip()
-    for group in (own, *own.parents):
-        with suppress(OSError, ValueError):  # no such group, or no limit: "max"
-            limit = int((group / "memory.max").read_text(encoding="ascii"))
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-            stat = (group / "memory.stat").read_text(encoding="ascii")
-            cached = re.findall("^(?:in)?active_file ([0-9]+)", stat, re.MULTILINE)
-            yield max(0, limit - used + sum(map(int, cached)))
+    """Bytes left below the memory limits of this process's control groups, of versions 1 and 2, and of those that they
+    are nested in. Page cache does not count as used, as in the kernel's MemAvailable: stores that are read fill it."""
+    groups = OWN_CGROUP.read_text(encoding="utf-8") if OWN_CGROUP.exists() else ""
+    for controllers, path in re.findall("^[0-9]+:(.*?):/(.*)$", groups, re.MULTILINE):
+        version = CGROUP_FILES.get("memory" if "memory" in controllers.split(",") else controllers)
+        if version is None:
+            continue
+        folder, most, now, cache = version
+        own = CGROUP / folder / path
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such group, or no limit: "max"
+                limit = int((group / most).read_text(encoding="ascii"))
+                used = int((group / now).read_text(encoding="ascii"))
+                stat = (group / "memory.stat").read_text(encoding="ascii")
+                cached = re.findall(f"^{cache}active_file ([0-9]+)", stat, re.MULTILINE)
+                yield max(0, limit - used + sum(map(int, cached)))
 
 
 def why_unreachable() -> str | None:

@@ -178,14 +178,19 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
         if value is None or value is False:
             continue
         for item in value if isinstance(value, list | tuple) else [value]:
-            words += [flag_of(name)] if item is True else [flag_of(name), str(item)]
+            flag = flag_of(name)
+            if str(item).startswith("-"):  # else taken for an option
+                words.append(f"{flag}={item}")
+            else:
+                words += [flag] if item is True else [flag, str(item)]
     return words
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Values as lines of TOML; None is left out."""
     return [
-        f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        # TOML forbids the one control character that JSON allows.
+        f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
         for key, value in values.items()
         if value is not None
     ]

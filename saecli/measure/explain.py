@@ -160,7 +160,7 @@ def _judged(
 
 def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -> Path:
     """The file for labels; ConfigError where it cannot be written."""
-    own = sae is None or str(sae) in home.runs.names() or Path(str(sae)).expanduser().is_dir()
+    own = sae is None or str(sae) in home.runs or Path(str(sae)).expanduser().is_dir()
     if out is None and not (own and subject.folder is not None and subject.folder.is_dir()):
         raise ConfigError(
             f"--out is needed: {subject.name} has no folder of its own to hold labels"

@@ -290,7 +290,7 @@ class ChosenRows:
 
     def _own_stores(self, subject: Subject) -> Joined:
         """The stores that an SAE was trained on, else the newest."""
-        if subject.streamed and subject.data not in self.home.stores.names():
+        if subject.streamed and subject.data not in self.home.stores:
             raise ConfigError(
                 f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
                 "store, or make one of its text by `sae extract "
@@ -315,7 +315,7 @@ def own_codes(
     `products` multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
     subject, _ = opened
     names = [name for name in (*subject.inputs, subject.target) if name]
-    if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
+    if not names or not all(name in home.stores or Path(name).exists() for name in names):
         return
     try:
         measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)

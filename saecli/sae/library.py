@@ -185,7 +185,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
 
 def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
     """The name by which an SAE is opened again from any working folder."""
-    if isinstance(sae, SAE) or str(sae) in home.runs.names():
+    if isinstance(sae, SAE) or str(sae) in home.runs:
         return subject.name
     folder = expanded(sae)
     here = folder.is_dir() and subject.path.resolve() == folder.resolve()
@@ -197,7 +197,7 @@ def find_subject(
 ) -> Subject:
     """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub. `note` is called with the
     choice made if the text is ambiguous."""
-    if text is None or text in home.runs.names():
+    if text is None or text in home.runs:
         folder = home.runs.find(text)
         return _run(folder, folder.name)
     address = Address.parse(text)
@@ -257,7 +257,7 @@ def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
     """The subject with the stores and the split of an SAE's origin, if the stores are there."""
     beside = tuple(origin.get("beside", ()))
     names = [origin[key] for key in ("data", "target") if key in origin] + [*beside]
-    present = [name in home.stores.names() or Path(name).is_dir() for name in names]
+    present = [name in home.stores or Path(name).is_dir() for name in names]
     if "data" not in origin or not all(present):
         return subject
     known = {key: origin[key] for key in TRAINING if key in origin}

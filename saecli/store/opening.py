@@ -118,7 +118,7 @@ def _difference(first: ActivationStore, other: ActivationStore) -> str:
 def find_store(home: Home, name: str | None) -> ActivationStore:
     """The store of that name in the home, else in the folder of that path; None for the newest."""
     shelf = home.stores
-    folder = None if name is None or name in shelf.names() else expanded(name)
+    folder = None if name is None or name in shelf else expanded(name)
     if folder is None or not (folder / STORE_MARKER).is_file():
         return ActivationStore.open(shelf.find(name))
     return ActivationStore.open(folder, homed=folder.resolve().parent == shelf.path.resolve())
@@ -345,6 +345,10 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
     for marker in home.runs.marker_files():
         with suppress(SaeError):  # an unreadable run uses nothing that is known
             runs[marker.parent.name] = read_run(marker)
+    users: dict[str, set[str]] = {}  # of each store
+    for user, run in runs.items():
+        for store in (run.data, *run.beside, run.target):
+            users.setdefault(str(store), set()).add(user)
     entries = []
     for name in dict.fromkeys(names):
         if name not in kinds:
@@ -358,14 +362,14 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
             )
         (own_kind,) = kinds[name]
         path = shelves[own_kind].path / name
-        users = sorted(
-            user
-            for user, run in runs.items()
-            if own_kind == "store" and name in (run.data, *run.beside, run.target)
-        )
-        size = folder_bytes(path)
         entries.append(
-            {"kind": own_kind, "name": name, "path": str(path), "bytes": size, "users": users}
+            {
+                "kind": own_kind,
+                "name": name,
+                "path": str(path),
+                "bytes": folder_bytes(path),
+                "users": sorted(users.get(name, ())) if own_kind == "store" else [],
+            }
         )
     return entries
 

@@ -23,6 +23,7 @@ from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from .schema import (
     MOST,
+    SHARD_LIST,
     SHARDS,
     WORLD_FILE,
     Resume,
@@ -255,7 +256,8 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
     """Lock a folder and begin or resume a store in it; the lock's descriptor, and the `store.json` to resume from."""
     with _reporting(path, 0):
         try:
-            lock = lock_folder(path)  # the system releases it if the process dies
+            # The system releases it if the process dies.
+            lock = lock_folder(path, (STORE_MARKER, SHARD_LIST, WORLD_FILE))
         except BlockingIOError as error:
             raise StoreError(
                 f"cannot write to {path}: another process is writing it; wait for that one, or choose "

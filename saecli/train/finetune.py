@@ -149,7 +149,7 @@ def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Li
     """The stores named, else those that the SAE was trained on."""
     if named is not None:
         return open_joined(home, *named, listener)
-    if subject.streamed and subject.data not in home.stores.names():
+    if subject.streamed and subject.data not in home.stores:
         text = {name: subject.streamed[name] for name in TEXT if name in subject.streamed}
         raise ConfigError(
             f"--dataset is needed: {subject.name} was trained on rows that were not stored; "

@@ -265,7 +265,7 @@ def claimed(folder: Path, new: bool = True) -> Iterator[None]:
     if new and not _is_free(folder):
         raise FileExistsError(folder)
     try:
-        lock = lock_folder(folder)
+        lock = lock_folder(folder, {*BEFORE_CHECKPOINT, CHECKPOINT})
     except BlockingIOError as error:
         raise RunError(
             f"another process is training {folder.name}; wait for it, or stop it"

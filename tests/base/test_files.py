@@ -1,6 +1,8 @@
 """Files and folders that appear whole, and where they can."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from saecli.base.files import (
     check_place,
     folder_appearing_whole,
     lock_folder,
+    make_folder,
 )
 
 
@@ -69,13 +72,55 @@ def test_a_file_has_the_mode_that_the_umask_leaves_and_the_umask_stays(tmp_path:
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_locking_a_folder_removes_what_a_killed_owner_left(tmp_path: Path):
+def test_locking_a_folder_removes_what_a_killed_owner_left_and_nothing_of_others(tmp_path: Path):
     (tmp_path / ".state.safetensors.0123abcd.partial").write_text("half")
     (tmp_path / "kept.partial").touch()
     (tmp_path / ".pages.0123abcd.partial").mkdir()  # a report that may be under way
-    os.close(lock_folder(tmp_path))
+    with appearing_whole(tmp_path / "labels.json") as labels:  # of a writer without the lock
+        labels.write_text("[]")
+        os.close(lock_folder(tmp_path, ["state.safetensors", "run.json"]))
+        os.close(lock_folder(tmp_path))
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {".lock", "kept.partial", ".pages.0123abcd.partial"}
+    assert left == {".lock", "kept.partial", ".pages.0123abcd.partial", "labels.json"}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOTSUP])
+def test_a_file_system_that_flushes_no_folders_takes_files_and_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    fsync = os.fsync
+
+    def of_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    make_folder(tmp_path / "a" / "b")
+    with appearing_whole(tmp_path / "a" / "file") as temporary:
+        temporary.write_text("x")
+    with folder_appearing_whole(tmp_path / "pages") as made:
+        (made / "index.html").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "pages"}
+    monkeypatch.setattr(os, "fsync", lambda _: os.read(-1, 1))  # files must be flushed
+    with pytest.raises(OSError, match="Bad file"), appearing_whole(tmp_path / "file"):
+        pass
+
+
+def test_a_folder_stands_though_what_it_replaced_cannot_be_removed(tmp_path: Path, monkeypatch):
+    folder, unlink = tmp_path / "pages", os.unlink
+    folder.mkdir()
+    (folder / ".nfs0001").touch()
+
+    def busy(path, *arguments, **more) -> None:
+        if ".nfs" in str(path):
+            raise OSError(errno.EBUSY, "in use")
+        unlink(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    with folder_appearing_whole(folder, True) as made:
+        (made / "new.html").write_text("new")
+    assert [path.name for path in folder.iterdir()] == ["new.html"]
 
 
 def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):

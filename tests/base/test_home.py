@@ -1,6 +1,7 @@
 """Shelves: what is newest, what is found, and how damaged markers are passed over."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ def shelf_of(tmp_path, **markers):
 def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
     old = {"created": "2026-01-01", "complete": True}
     shelf = shelf_of(tmp_path, old=old, new={"created": "2026-01-02", "complete": False})
-    assert shelf.names() == ["new", "old"]
+    assert [*shelf.markers()] == ["new", "old"]
     assert shelf.find(None).name == "old"
     (tmp_path / "runs" / "old" / "run.json").write_text(json.dumps(old | {"complete": False}))
     assert shelf.find(None).name == "new"
@@ -38,7 +39,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damaged):
     shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
-    assert shelf.names() == ["good", "worn"]
+    assert [*shelf.markers()] == ["good", "worn"]
     assert shelf.find(None).name == shelf.find("good").name == "good"
     with pytest.raises(
         RunError, match=r"cannot read .*worn.run\.json: .*; restore it, or remove the folder"
@@ -49,10 +50,29 @@ def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damage
         shelf.find(None)
 
 
+def test_a_name_is_looked_up_without_reading_the_others(tmp_path, monkeypatch):
+    whole = {"created": "2026", "complete": True}
+    shelf = shelf_of(tmp_path, a=whole, b=whole)
+    monkeypatch.setattr(Path, "glob", None)
+    assert "a" in shelf and shelf.find("b").name == "b"
+    for name in (
+        None,
+        "",
+        "c",
+        ".a",
+        "a/../a",
+        "../runs/a",
+        str(tmp_path / "runs" / "a"),
+        "x" * 999,
+    ):
+        assert name not in shelf
+    assert "a\0" not in shelf
+
+
 def test_a_folder_that_a_killed_writer_left_is_no_entry(tmp_path):
     whole = {"created": "2026", "complete": True}
     shelf = shelf_of(tmp_path, **{"good": whole, ".new.a1b2.partial": whole})
-    assert shelf.names() == ["good"]
+    assert [*shelf.markers()] == ["good"]
 
 
 @pytest.mark.parametrize("created", [5, None, [], {}])
@@ -60,7 +80,7 @@ def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
     markers = {"odd": {"created": created}, "good": {"created": "2026"}}
     whole = {name: {"complete": True, **marker} for name, marker in markers.items()}
     shelf = shelf_of(tmp_path, **whole)
-    assert shelf.names() == ["good", "odd"]
+    assert [*shelf.markers()] == ["good", "odd"]
 
 
 @pytest.mark.parametrize("name", ["a", "-", "ä日😀", "a b", "a$b_", "x" * 200, "日" * 66])

@@ -51,6 +51,35 @@ def test_the_least_of_nested_limits_counts_without_page_cache(tree):
     assert machine.available_memory() == (1 << 20) - 1000 + (1 << 18) + (1 << 19)
 
 
+@pytest.mark.parametrize("folder", ["docker/1", ""])
+def test_limits_of_version_1_count(tree, folder):
+    """`folder`: of the group, or in a container that sees its own group as the root."""
+    group = f"memory/{folder}".rstrip("/")
+    stat = f"active_file 7\ntotal_active_file {1 << 18}\ntotal_inactive_file {1 << 19}"
+    own = "12:cpu,cpuacct:/docker/1\n9:memory:/docker/1\n1:name=systemd:/docker/1\n0::/x\n"
+    tree(
+        own,
+        {
+            f"{group}/memory.limit_in_bytes": 2 << 20,
+            f"{group}/memory.usage_in_bytes": (1 << 20) + 1000,
+            f"{group}/memory.stat": stat,
+            "cpu/docker/1/memory.limit_in_bytes": 5,
+        },
+    )
+    assert machine.available_memory() == (1 << 20) - 1000 + (1 << 18) + (1 << 19)
+    tree(own, {f"{group}/memory.limit_in_bytes": 9223372036854771712})
+    assert machine.available_memory() > 2 << 20
+
+
+def test_a_kernel_that_does_not_say_what_is_available(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "none")
+    machine.MEMINFO.write_text("MemTotal:  900 kB\nMemFree:  100 kB\nCached:   30 kB\n")
+    assert machine.available_memory() == 130 * 1024
+    machine.MEMINFO.write_text("MemFree:  100 kB\nMemAvailable:  200 kB\nCached:   30 kB\n")
+    assert machine.available_memory() == 200 * 1024
+
+
 def test_a_group_over_its_limit_has_nothing_left(tree):
     tree("0::/a\n", {"a/memory.max": 100, "a/memory.current": 200, "a/memory.stat": ""})
     assert machine.available_memory() == 0
