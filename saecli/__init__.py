@@ -13,6 +13,15 @@ Names are imported on first use, so that `import saecli` is fast.
 
 import importlib as _importlib
 import os as _os
+import sys as _sys
+
+try:
+    import fcntl as _fcntl  # noqa: F401
+except ImportError:
+    _refusal = f"saecli needs Linux, macOS or another POSIX system, got {_sys.platform}; on Windows, install it in WSL"
+    if _os.path.splitext(_os.path.basename(_sys.argv[0]))[0] in ("sae", "-m"):
+        _sys.exit(f"sae: {_refusal}")  # the command's one sentence
+    raise ImportError(_refusal) from None
 
 # Waiting OpenMP threads sleep rather than spin, unless the user has set this: beside other work, spinning takes half of
 # a training's CPU time or more (tests/benchmarks/README.md). OpenMP reads it when torch is loaded.

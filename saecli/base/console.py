@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import rich.console
+from rich.segment import Segment
 
 from .errors import printable
 from .files import to_json
@@ -55,6 +56,18 @@ def listening(progress: bool | Listener) -> Listener:
     return progress
 
 
+class _PrintableConsole(rich.console.Console):
+    """A console on which names and texts of others cannot control the terminal, wherever in a table they are."""
+
+    def render(self, *renderable: Any) -> Iterator[Segment]:
+        for segment in super().render(*renderable):
+            if segment.control:
+                yield segment
+            else:
+                text = "\n".join(map(printable, segment.text.split("\n")))
+                yield Segment(text, segment.style)
+
+
 class Console:
     """The one output sink of a command; with `as_json` it prints one JSON document instead of tables."""
 
@@ -66,7 +79,7 @@ class Console:
     @staticmethod
     def _stream(stderr: bool) -> rich.console.Console:
         # Names are printed as they are, even with square brackets or ":cat:" in them.
-        console = rich.console.Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+        console = _PrintableConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
         if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
             console.width = PIPE_WIDTH
         return console
@@ -79,7 +92,7 @@ class Console:
     def print_result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
         """Print the command's result: with `--json` the document, else `shown`."""
         if self.as_json:
-            print(to_json(document))
+            print(to_json(document).replace("\x7f", "\\u007f"))  # JSON escapes all other controls
             return
         for renderable in shown:
             soft_wrap = isinstance(renderable, str)

@@ -37,7 +37,7 @@ from .reader import ActivationStore
 from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .shard_writer import Columns
 from .values import CODES
-from .worlds import world_of
+from .worlds import stored_world, world_of
 from .writer import StoreWriter
 
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
@@ -162,13 +162,15 @@ def import_synthetic(
         )
 
         def blocks(start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
-            path = folder / WORLD_FILE
-            if not path.exists():
+            path, own = folder / WORLD_FILE, world
+            if path.exists():  # whose last bits may be of another machine's matrix products
+                own = stored_world(folder)
+            else:
                 with appearing_whole(path) as temporary:
-                    temporary.write_bytes(world.to_bytes())
-            for begin in range(start, config.rows, world.block_rows):
-                codes = world.codes(config.seed, begin // world.block_rows)[: config.rows - begin]
-                yield begin, world.rows(codes), {CODES: codes}
+                    temporary.write_bytes(own.to_bytes())
+            for begin in range(start, config.rows, own.block_rows):
+                codes = own.codes(config.seed, begin // own.block_rows)[: config.rows - begin]
+                yield begin, own.rows(codes), {CODES: codes}
 
         return _filled(folder, meta, config.rows, "sampling", listener, blocks)
 

@@ -75,7 +75,7 @@ class Admission:
 class ShardWriter:
     """Writes one shard under a hidden name; `commit` makes it appear whole.
 
-    Memory: one chunk as stored, in float32 and in float64, and the columns.
+    Memory: one chunk as stored, in float32 and in float64, and the columns, whatever the size of the shard.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
@@ -89,7 +89,7 @@ class ShardWriter:
         self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
         self._windows: list[Windows] = []
         self._checksums: list[int] = []  # per chunk
-        self._start = _image(io.BytesIO(), meta, 1)[1]
+        self._start = _image(_AroundGap(), meta, 1)[1]
         self._end = self._start
         make_folder(path.parent)
         self._file_path = partial_path(path)
@@ -126,7 +126,7 @@ class ShardWriter:
             self._chunk[self._filled :] = 0
             self._flush_chunk()
         norms = Norms.of(np.concatenate(self._norms))
-        memory = io.BytesIO()
+        memory = _AroundGap(self._start, self._end)
         image, _ = _image(memory, self._meta, self.rows)
         for name, values in self._datasets().items():
             image.create_dataset(name, data=values)
@@ -137,7 +137,7 @@ class ShardWriter:
         image.close()
         content = memory.getbuffer()
         _write(self._file, content[: self._start], 0)
-        _write(self._file, content[self._end :], self._end)
+        _write(self._file, content[self._start :], self._end)
         os.ftruncate(self._file, size)
         os.close(self._file)
         self._file = -1
@@ -186,6 +186,29 @@ def _write(file: int, data: memoryview | bytes, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
+
+
+class _AroundGap(io.BytesIO):
+    """The bytes of a file before a gap, in which nothing is read or written, and after it."""
+
+    def __init__(self, start: int = 0, end: int = 0) -> None:
+        super().__init__()
+        self._start, self._gap = start, end - start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            return self._beyond(super().seek(offset, whence))
+        return self._beyond(super().seek(self._within(offset)))
+
+    def truncate(self, size: int | None = None) -> int:
+        return super().truncate(None if size is None else self._within(size))
+
+    def _within(self, offset: int) -> int:
+        """Where an offset in the file is here."""
+        return max(offset - self._gap, min(offset, self._start))
+
+    def _beyond(self, offset: int) -> int:
+        return offset + self._gap if offset > self._start else offset
 
 
 def _image(memory: io.BytesIO, meta: StoreMeta, rows: int) -> tuple[h5py.File, int]:

@@ -230,3 +230,20 @@ def test_while_libraries_are_loaded(tmp_path: Path, module: str):
     done = captured([sys.executable, "-c", PROGRAM.format(module=module, home=str(tmp_path))])
     assert (done.returncode, done.stdout) == (130, "")
     assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        (["sae", "list"], 1, "sae: saecli needs Linux, macOS or another POSIX system, got "),
+        (["notebook"], 1, "ImportError: saecli needs Linux, macOS or another POSIX system, got "),
+    ],
+)
+def test_a_system_that_is_not_posix_is_refused_in_one_sentence(argv, status, said):
+    """One without `fcntl`, as on Windows; the command has no traceback."""
+    code = f"import sys; sys.modules['fcntl'] = None; sys.argv = {argv}; import saecli"
+    done = captured([sys.executable, "-c", code])
+    assert done.returncode == status and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert done.stderr.endswith("; on Windows, install it in WSL\n")
+    assert ("Traceback" in done.stderr) == (argv[0] != "sae")

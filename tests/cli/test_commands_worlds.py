@@ -1,14 +1,17 @@
 """Worlds of known features; `sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
+from safetensors.numpy import load_file, save_file
 from storing import collect
 
 import saecli
+from saecli.base.console import Silent
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
@@ -94,6 +97,36 @@ def perfect(world: World) -> SAE:
     directions = torch.from_numpy(world.directions)
     bias = torch.from_numpy(world.bias)
     return SAE(directions.T.clone(), -directions @ bias, directions, bias, Relu(), {})
+
+
+class Stopping(Silent):
+    """Is told of progress, and stops at 1,000 rows, as Ctrl-C does."""
+
+    @contextmanager
+    def progress(self, label, total, unit):
+        def step(done, words=""):
+            if done >= 1000:
+                raise KeyboardInterrupt
+
+        yield step
+
+
+def test_a_world_is_resumed_from_its_file(tmp_path):
+    """Another machine's matrix products may give it other last bits."""
+    options = CONFIG.to_json() | {"features": 1024, "home": tmp_path, "shard_rows": 500}
+    with pytest.raises(KeyboardInterrupt):
+        saecli.import_synthetic("w", progress=Stopping(), **options)
+    path = tmp_path / "activations" / "w" / "world.safetensors"
+    tensors = load_file(path)
+    tensors["bias"] += 1
+    save_file(tensors, path)
+    store = saecli.import_synthetic("w", **options)
+    others = world_of(replace(CONFIG, features=1024))
+    expected = np.concatenate([others.rows(codes) for codes in store.split("all").codes(500)])
+    kept = ActivationStore.open(store.path).meta.shards[0].rows * 2
+    got = collect(store.split("all").sequential(500))
+    np.testing.assert_array_equal(got[:kept], expected[:kept])
+    np.testing.assert_allclose(got[2048:], expected[2048:] + 1, atol=1e-5)
 
 
 def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):

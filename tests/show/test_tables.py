@@ -1,12 +1,16 @@
 """Tables as people read them: whole in a pipe, folded on narrow terminals, with names that look like markup."""
 
+import json
 from typing import Any
 
 import pytest
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
 
+from saecli.base import console as base
 from saecli.show.measures import places_table
 from saecli.show.tables import table
 
@@ -90,3 +94,27 @@ def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
     assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in said
     assert "1 in between" in said and "x: shared" not in said
     assert "x: only first by latent scaling: 1" in [line.strip() for line in lines]
+
+
+HOSTILE = "a\x1b[2Jb\x9b31mc\x7fd\u202ee\r\ud800"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nothing_that_is_printed_controls_the_terminal(capsys, as_json: bool):
+    shown = (
+        HOSTILE,
+        table(HOSTILE, [HOSTILE, "b"], [[HOSTILE, "c"]]),
+        Text(HOSTILE, style="bold"),
+        Group(HOSTILE, Panel(HOSTILE)),
+    )
+    console = base.Console(as_json)
+    console.print_result({HOSTILE: HOSTILE}, *shown)
+    console.note(HOSTILE)
+    with console.progress(HOSTILE, 2, HOSTILE) as step:
+        step(1, HOSTILE)
+    said = capsys.readouterr()
+    assert all(letter.isprintable() or letter == "\n" for letter in said.out + said.err)
+    if as_json:
+        assert json.loads(said.out) == {HOSTILE: HOSTILE}
+    else:
+        assert "a\\x1b[2Jb\\x9b31mc\\x7fd\\u202ee\\r\\ud800" in said.out

@@ -197,6 +197,18 @@ def test_many_shards_of_many_stores_are_read_with_few_files_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_memory_of_a_commit_does_not_grow_with_the_shard(tmp_path):
+    peaks = []
+    for count in (2000, 64_000):
+        make_store(tmp_path / str(count), np.ones((10, 64), np.float32))  # loads what is needed
+        rows = np.ones((count, 64), np.float32)
+        tracemalloc.start()
+        make_store(tmp_path / f"{count}-rows", rows, shard_rows=count, chunk_rows=500, block=500)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < rows.nbytes / 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_does_not_grow_with_the_store(dtype):
