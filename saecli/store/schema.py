@@ -101,23 +101,7 @@ class ShardRecord:
     file: Annotated[str, Check(_shard_file)]
     rows: Annotated[int, Ge(1)]
     frame: Frame
-
-
-@dataclass(frozen=True)
-class _Resumed:
-    resume: Resume
-
-
-@dataclass(frozen=True)
-class _Version3:
-    """A `store.json` of version 3, which lists the shards, each with a `Resume`."""
-
-    shards: tuple[_Resumed, ...]
-
-
-@dataclass(frozen=True)
-class _ShardCount:
-    shard_count: Annotated[int, Ge(0)] = 0
+    resume: Resume | None = None  # in version 3
 
 
 @dataclass(frozen=True)
@@ -149,7 +133,8 @@ class StoreMeta:
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)  # number of rows, by reason
     norms: Norms | None = None
-    shards: tuple[ShardRecord, ...] = ()  # in `shards.jsonl`, of which `store.json` has the count
+    shards: tuple[ShardRecord, ...] = ()  # the first `shard_count` of `shards.jsonl`
+    shard_count: Annotated[int, Ge(0)] = 0
     resume: Resume | None = None  # after the last shard
     sources: dict[str, int] = field(default_factory=dict)
     control_tokens: dict[str, int] = field(default_factory=dict)
@@ -224,7 +209,16 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in ("resume", "sources", "control_tokens", "ranks", "world", "windows", "reads"):
+        for name in (
+            "resume",
+            "shards",
+            "sources",
+            "control_tokens",
+            "ranks",
+            "world",
+            "windows",
+            "reads",
+        ):
             if not document[name]:
                 del document[name]
         return {
@@ -238,9 +232,11 @@ class StoreMeta:
         meta = parse_json(text, cls)
         if meta.format_version == FORMAT_VERSION:
             return meta
-        shards = parse_json(text, _Version3).shards
-        last = shards[-1].resume if shards else None
-        return dataclasses.replace(meta, resume=last, format_version=FORMAT_VERSION)
+        shards = tuple(dataclasses.replace(shard, resume=None) for shard in meta.shards)
+        last = meta.shards[-1].resume if shards else None
+        return dataclasses.replace(
+            meta, shards=shards, shard_count=len(shards), resume=last, format_version=FORMAT_VERSION
+        )
 
 
 def shard_name(index: int) -> str:
@@ -256,11 +252,10 @@ def read_meta(store: Path) -> StoreMeta:
     """Read a store's `store.json`; StoreError if it is damaged, of another version, or missing."""
     path = store / STORE_MARKER
     try:
-        text = path.read_bytes()
-        meta = StoreMeta.from_json(text)
-        if count := parse_json(text, _ShardCount).shard_count:
+        meta = StoreMeta.from_json(path.read_bytes())
+        if meta.shard_count > len(meta.shards):
             path = store / SHARD_LIST
-            return dataclasses.replace(meta, shards=_listed(path.read_bytes(), count))
+            return dataclasses.replace(meta, shards=_listed(path.read_bytes(), meta.shard_count))
         if meta.ranks:
             folders = sorted(folder.parent for folder in (store / SHARDS).glob(f"*/{STORE_MARKER}"))
             return meta.joined({folder.name: read_meta(folder) for folder in folders})
@@ -284,9 +279,8 @@ def _listed(text: bytes, count: int) -> tuple[ShardRecord, ...]:
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
     """Write a store's `store.json`; its shards are listed already."""
-    document = dataclasses.replace(meta, shards=()).to_json()
-    del document["shards"]
-    write_json(store / STORE_MARKER, document | {"shard_count": len(meta.shards)})
+    head = dataclasses.replace(meta, shards=(), shard_count=len(meta.shards))
+    write_json(store / STORE_MARKER, head.to_json())
 
 
 def list_shards(store: Path, shards: tuple[ShardRecord, ...]) -> None:
@@ -303,4 +297,6 @@ def list_shard(store: Path, shard: ShardRecord) -> None:
 
 
 def _line(shard: ShardRecord) -> bytes:
-    return f"{to_json(dataclasses.asdict(shard))}\n".encode()
+    document = dataclasses.asdict(shard)
+    del document["resume"]
+    return f"{to_json(document)}\n".encode()

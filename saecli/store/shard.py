@@ -10,6 +10,7 @@ import io
 import os
 import resource
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     import h5py
 
 PIECE_BYTES = 4 << 20
-MOST_OPEN = 512  # shards, of all stores that this process reads
+MOST_OPEN = (
+    512  # shards, of all stores together; at most half of the files that the process may open
+)
 
 
 def make_anew(store: Path) -> str:
@@ -189,35 +192,21 @@ def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
 
 
 class OpenShard:
-    """A shard of a store open for reading, closed with the last reference to it: a thread may still read it when others
-    have taken its place among the open ones."""
+    """A shard open for reading, closed with the last reference to it."""
 
-    def __init__(self, store: "Chunks", number: int) -> None:
-        self.descriptor = os.open(store.shards[number].path, os.O_RDONLY)
-        self._store, self._number = ref(store), number
-        with _open_lock:
-            _open_shards[self] = None
-            while len(_open_shards) > most_open():
-                oldest = next(iter(_open_shards))
-                del _open_shards[oldest]
-                if (of_oldest := oldest._store()) is not None:
-                    of_oldest.opened.pop(oldest._number, None)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):  # else it could not be opened
-            os.close(self.descriptor)
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self.descriptor)
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_OPEN if allowed == resource.RLIM_INFINITY else min(MOST_OPEN, allowed // 2)
+        _kept_open.append(self)
+        while len(_kept_open) > most:
+            _kept_open.popleft()
 
 
-_open_shards: WeakKeyDictionary[OpenShard, None] = (
-    WeakKeyDictionary()
-)  # of all stores, the oldest first
-_open_lock = threading.Lock()
-
-
-def most_open() -> int:
-    """The number of shards that this process keeps open: at most half of the files that it may."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_OPEN if allowed == resource.RLIM_INFINITY else min(MOST_OPEN, allowed // 2)
+_kept_open: deque[OpenShard] = (
+    deque()
+)  # of all stores, the oldest first; stores refer to them weakly
 
 
 class Chunks:
@@ -236,7 +225,7 @@ class Chunks:
         rows = [shard.record.rows for shard in self.shards]
         self.shard_starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
         self._layouts: dict[int, Layout] = {}
-        self.opened: dict[int, OpenShard] = {}
+        self._opened: WeakValueDictionary[int, OpenShard] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._has_room = False
 
@@ -366,8 +355,8 @@ class Chunks:
         with self._lock:
             if number not in self._layouts:
                 self._layouts[number] = self.shards[number].layout()
-            opened = self.opened.get(number)
+            opened = self._opened.get(number)
             if opened is None:
                 with self.shards[number].reading():
-                    opened = self.opened[number] = OpenShard(self, number)
+                    opened = self._opened[number] = OpenShard(self.shards[number].path)
             return self._layouts[number], opened

@@ -4,11 +4,9 @@ Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correl
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from safetensors import SafetensorError
@@ -32,7 +30,6 @@ BIAS_NORM = 1.0
 TIGHT = 1e-6  # of a tight frame: largest change of an entry in the last step
 STEPS = 500  # at most
 DIRECTIONS, CORRELATIONS, MAGNITUDES = 1, 2, 3  # streams of random numbers
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,19 +120,15 @@ class World:
 def directions_of(store: ActivationStore) -> np.ndarray:
     """The directions, (G, D), of the world that a store's rows are made of; StoreError if its file is missing or
     damaged."""
-    return _in_file(store.path, lambda tensors: tensors["directions"])
+    return stored_world(store.path).directions
 
 
 def stored_world(store: Path) -> World:
     """The world that a folder's rows are made of; StoreError as `directions_of`."""
-    return _in_file(store, lambda tensors: World(**tensors))
-
-
-def _in_file(store: Path, read: Callable[[dict[str, np.ndarray]], Found]) -> Found:
     path = store / WORLD_FILE
     try:
-        return read(load_file(path))
-    except (OSError, LookupError, TypeError, SafetensorError) as error:
+        return World(**load_file(path))
+    except (OSError, TypeError, SafetensorError) as error:
         raise StoreError(f"cannot read {path}: {one_line(error)}; {make_anew(store)}") from error
 
 

@@ -179,19 +179,26 @@ def test_a_shard_that_is_cut_off_under_a_reader_is_named(tmp_path, stream, cut):
         collect(stream(split))
 
 
-def test_many_shards_of_many_stores_are_read_with_few_files_open(tmp_path):
-    rows, sizes = numbered(400), {"shard_rows": 5, "chunk_rows": 5}
-    names = ("a", "b", "c")
-    columns = {"document": np.arange(400) // 9}
-    stores = [make_store(tmp_path / name, rows, columns=columns, **sizes).path for name in names]
+@pytest.fixture
+def few_shards():
+    """Rows, and the folders of three stores that hold them in 20 shards each."""
+    rows, sizes = numbered(100), {"shard_rows": 5, "chunk_rows": 5}
+    columns = {"document": np.arange(100) // 9}
+    with memory_folder() as folder:
+        stores = [make_store(folder / name, rows, columns=columns, **sizes) for name in "abc"]
+        yield rows, [store.path for store in stores]
+
+
+def test_many_shards_of_many_stores_are_read_with_few_files_open(few_shards):
+    rows, stores = few_shards
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = len(os.listdir("/dev/fd")) + 40
+    allowed = len(os.listdir("/dev/fd")) + 12
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     try:
         split = saecli.join(*stores).split("all")
         expected = np.concatenate([rows] * 3, axis=1)
-        np.testing.assert_array_equal(collect(split.sequential(64)), expected)
-        shuffled = collect(split.batches(64, seed=0, epoch=0, window_bytes=1 << 12))
+        np.testing.assert_array_equal(collect(split.sequential(16)), expected)
+        shuffled = collect(split.batches(16, seed=0, epoch=0, window_bytes=1 << 9))
         np.testing.assert_array_equal(shuffled[shuffled[:, 0].argsort()], expected)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
