@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.sparse import csc_array, csr_array, vstack
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, MachineError, counted, size_words
+from ..base.machine import available_memory
 from ..extract.tokenizer import ROLES
 from ..sae.codes import Codes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
@@ -35,6 +37,7 @@ SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
 LEAST = 3  # rows that two latents share; fewer are taken for chance
 BLOCK_PAIRS = 1 << 22  # per product: 16 MB in float32, a few times over
 CHUNK = 1024  # sampled rows per product
+MOST_FIRING = 1 / 64  # of codes that are not zero, for sparse products
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 NOT_STORED = 255  # in place of the role of a token that is no row
 WINDOWS = 128  # examined before the smallest examples are updated
@@ -202,14 +205,15 @@ class CoFiring:
         where p_i is the fraction of the sampled rows on which latent i fires, and p_ij the fraction on which both do.
         Pairs with a phi of 0 or less, or together on fewer than `LEAST` rows, are left out.
 
-        Cost: `2 S C F` operations, or `2 n C` if few codes are not zero.
+        Cost: `2 S C F` operations; if few codes are not zero, one for each pair of them in a row, and n for each block.
         """
         count, bits = min(count, self._d_sae - 1), np.concatenate(self._bits)
+        few = self._few(bits)
         tiny = torch.finfo(torch.float32).tiny
         parts = []
         done = 0
         for part in chosen.split(max(1, BLOCK_PAIRS // self._d_sae)):
-            firings, together = self._pairs(bits, part)
+            firings, together = self._pairs(bits, part) if few is None else _pairs_of_few(few, part)
             p, both = firings / len(bits), together.T / len(bits)
             spread = (p * (1 - p)).sqrt()
             phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(tiny)
@@ -221,6 +225,14 @@ class CoFiring:
         phis, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
         return phis.clamp_min(0), latents
 
+    def _few(self, bits: np.ndarray) -> csc_array | None:
+        """Which latents fire on each sampled row, 1 or 0, (S, F); None if many do."""
+        if np.bitwise_count(bits).sum(dtype=np.int64) > MOST_FIRING * len(bits) * self._d_sae:
+            return None
+        blocks = (bits[begin : begin + CHUNK] for begin in range(0, len(bits), CHUNK))
+        fires = [csr_array(np.unpackbits(block, axis=1, count=self._d_sae)) for block in blocks]
+        return vstack(fires, format="csc", dtype=np.float32)
+
     def _pairs(self, bits: np.ndarray, part: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of sampled rows on which each latent fires, (F,), and does so together with some, (F, C)."""
         firings = torch.zeros(self._d_sae, device=part.device)  # exact in float32
@@ -231,6 +243,14 @@ class CoFiring:
             together += codes.transposed_times(codes.values[:, part])
             firings += codes.sums()
         return firings, together
+
+
+def _pairs_of_few(few: csc_array, part: Tensor) -> tuple[Tensor, Tensor]:
+    """As `CoFiring._pairs`."""
+    together = few.T @ few[:, part.cpu().numpy()]
+    counts = few.sum(0), together.toarray()
+    firings, pairs = (torch.from_numpy(count).to(part.device) for count in counts)
+    return firings, pairs
 
 
 Ranking = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
@@ -292,6 +312,12 @@ class Examples:
         self._columns = slice(None) if len(latents) == d_sae else torch.from_numpy(self._latents)
         shape = (len(latents), count)
         excerpt = (*shape, TOKENS if tokens else 1)
+        needed = math.prod(excerpt) * 8 + math.prod(shape) * 40
+        if needed > (free := available_memory()):
+            raise MachineError(
+                f"the examples of {counted(len(latents), 'latent')} do not fit: expected {size_words(needed)} of "
+                f"free memory, got {size_words(free)}; ask for fewer latents, or fewer examples of each"
+            )
         self._kept: dict[str, np.ndarray] = {  # of each latent, by descending rank
             "rank": np.zeros(shape, np.float32),  # 0 where there is no example
             "mark": np.zeros(shape, np.uint64),  # a hash of the excerpt

@@ -8,6 +8,7 @@ import pytest
 import torch
 from storing import make_store, memory_folder, window_starts
 
+from saecli.base.errors import MachineError
 from saecli.measure import latents as surveyed
 from saecli.measure.latents import (
     BEFORE,
@@ -178,8 +179,12 @@ def test_random_examples_are_spread_evenly_over_rows_and_sizes():
     assert shared < 3 * independent
 
 
-@pytest.mark.parametrize("density", [0.03, 0.6])
-def test_partners_are_the_highest_correlations_of_firing(density: float):
+@pytest.mark.parametrize(("density", "most"), [(0.03, 0), (0.03, 1), (0.6, 1 / 64)])
+def test_partners_are_the_highest_correlations_of_firing(
+    density: float, most: float, monkeypatch: pytest.MonkeyPatch
+):
+    """`most`: density up to which products are sparse."""
+    monkeypatch.setattr(surveyed, "MOST_FIRING", most)
     rng = np.random.default_rng(0)
     rows, latents = 2500, 30
     fires = rng.random((rows, latents)) < density
@@ -207,6 +212,14 @@ def test_partners_are_the_highest_correlations_of_firing(density: float):
         assert phi[latent, others] == pytest.approx(phis[place][there].numpy(), abs=1e-5)
     assert partners[0, 0] == 5
     assert told == [5]
+
+
+def test_examples_that_do_not_fit_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(surveyed, "available_memory", lambda: 10_000_000)
+    Examples(range(900), 900, 25, True)
+    said = r"examples of 1,100 latents do not fit: expected 11.7 MB of free memory, got 10 MB; ask for fewer"
+    with pytest.raises(MachineError, match=said):
+        Examples(range(1100), 1100, 25, True)
 
 
 def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ from ...measure.labels import shown_labels
 from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, survey
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...sae.library import SAELike
-from ...sae.metrics import doubts
+from ...sae.metrics import Firing, doubts
 from ...store.opening import folder_bytes
 from ...store.split import Which
 from .pages import Details, TokenNumbers, overview
@@ -192,18 +192,18 @@ def report(
     run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
     d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
     chosen = None if latents is None else sorted(chosen_latents(latents, d_sae, run.subject.name))
+    if chosen is None:
+        most = count or MOST_PAGES
+        chosen = _most_frequent(run, most, listener) if d_sae > most else [*range(d_sae)]
     notes: list[str] = []
     texts, outputs = _texts_and_outputs(run, model, has_tokens, notes)
     result = survey(
         run.sae,
         in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
         run.of_store.rows,
-        Examples(chosen or range(d_sae), d_sae, examples, has_tokens),
-        Examples(chosen or range(d_sae), d_sae, SAMPLES, has_tokens, at_random),
+        Examples(chosen, d_sae, examples, has_tokens),
+        Examples(chosen, d_sae, SAMPLES, has_tokens, at_random),
     )
-    if chosen is None:
-        most_frequent = result.firing.frequency.argsort(descending=True, stable=True)
-        chosen = sorted(most_frequent[: count or MOST_PAGES].tolist())
     places = places_document(run, listener)
     details = Details(run, result, chosen, texts, outputs, places, listener)
     measures = _measures(run, notes, listener)
@@ -229,6 +229,15 @@ def report(
         "firing": content["firing"],
         "notes": notes,
     }
+
+
+def _most_frequent(run: Measured, count: int, listener: Listener) -> list[int]:
+    """The latents that fire most often, ascending, by a pass over the rows: excerpts of all would not fit in memory."""
+    firing = Firing(run.sae.d_sae, device=run.sae.W_enc.device)
+    for x in run.inputs(listener):
+        firing.update(run.sae.codes(x))
+    most_frequent = firing.frequency.argsort(descending=True, stable=True)
+    return sorted(most_frequent[:count].tolist())
 
 
 def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, Any]:
