@@ -35,7 +35,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from saecli.extract.texts import STDLIB_DOCS, TextSource
+from saecli.extract.readers import STDLIB_DOCS
+from saecli.extract.texts import TextSource
 
 OUT = Path(__file__).parents[1] / "saecli" / "assets" / "tiny-gemma2"
 CONTEXT = 128

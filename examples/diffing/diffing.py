@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
-from saecli.extract.texts import STDLIB_DOCS, TextSource
+from saecli.extract.readers import STDLIB_DOCS
+from saecli.extract.texts import TextSource
 from saecli.show.style import COLOURS, figure
 
 WORDS = (

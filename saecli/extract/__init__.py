@@ -1,7 +1,8 @@
 """Text to tokens to a language model to rows.
 
 options.py          ExtractConfig: the options of `sae extract`; names of models and sites
-texts.py            documents: of files, of datasets of the hub, of a mixture of these
+readers.py          rows of texts: kinds of files, Python's docstrings, datasets of the hub
+texts.py            documents: rows by their column, and mixtures of sources
 tokenizer.py        special tokens around a text, messages through a chat template, token ids as text
 windows.py          documents to windows of tokens, windows to blocks
 model_source.py     where a model is: bundled, a folder, a GGUF file, the hub

@@ -38,7 +38,7 @@ from .options import (
 )
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
 from .texts import Document, Mixture
-from .tokenizer import Chats
+from .tokenizer import Chats, repeated
 from .windows import START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
@@ -286,14 +286,27 @@ class Extraction:
         return metas
 
     def blocks(self, cursor: Cursor = START) -> Generator[Block, None, None]:
-        """The blocks of this rank's documents."""
+        """The blocks of this rank's documents; once it is closed, a warning gives the number that repeat BOS."""
+        repeats = 0
+        try:
+            for block in in_blocks(self.documents, self.windows(), self.rows, cursor):
+                repeats += len(block.before.get("repeated_bos", ()))
+                yield block
+        finally:
+            self.warn_of_repeats(repeats)
+
+    def warn_of_repeats(self, count: int) -> None:
+        if count:
+            self.listener.warn(
+                repeated("1 text begins" if count == 1 else f"{count:,} texts begin")
+            )
+
+    def documents(self, begin: Cursor = START) -> Iterator[Document]:
+        """This rank's documents, from a cursor's on."""
         rank, world_size = self.processes.rank, self.processes.world_size
-
-        def documents_from(begin: Cursor) -> Iterator[Document]:
-            documents = self.text.documents(begin.document, begin.mark, self.listener.note)
-            return (document for document in documents if document.number % world_size == rank)
-
-        return in_blocks(documents_from, self.windows(), self.rows, cursor)
+        say = self.listener
+        documents = self.text.documents(begin.document, begin.mark, say.note, say.warn)
+        return (document for document in documents if document.number % world_size == rank)
 
 
 def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> None:

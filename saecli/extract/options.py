@@ -12,7 +12,8 @@ from ..base.errors import ConfigError, counted, flag_of
 from ..base.files import expanded
 from ..base.options import Config, Count, Positive, Shown, options_of
 from ..store.options import MAX_NORM_HELP, StoredDtype
-from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, Mixture, TextSource
+from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, reader_of
+from .texts import Mixture, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
@@ -127,8 +128,8 @@ class ExtractConfig(Config):
     dataset: Annotated[
         tuple[str, ...] | None,
         Shown(
-            "Text: a hub dataset id, streamed; a .txt file (documents separated by blank lines), .jsonl or .parquet "
-            f"file; {STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
+            f"Text: a hub dataset id, streamed; a {TEXT_FILES} (.txt and .md: documents separated by blank lines); "
+            f"{STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
             f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}."
         ),
     ] = None
@@ -156,7 +157,10 @@ class ExtractConfig(Config):
     ] = None
     text_column: Annotated[
         tuple[str, ...],
-        Shown("Column of texts or messages. Default: text, else messages or conversations."),
+        Shown(
+            "Column of texts or messages; content.text in a nested one; prompt+completion: several, each on lines of "
+            "its own. Default: text, else messages or conversations."
+        ),
     ] = ("text",)
     chat_template: Annotated[
         str | None,
@@ -230,8 +234,7 @@ class ExtractConfig(Config):
         datasets = self.dataset or (STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET,)
         if not all(dataset.strip() for dataset in datasets):
             raise ConfigError(
-                "--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
-                f"{STDLIB_DOCS}, or leave it out"
+                f"--dataset is empty; name a hub dataset id, a {TEXT_FILES}, or {STDLIB_DOCS}, or leave it out"
             )
         for name in sorted(given & {*OF_SOURCE, *CHAT, "mix"}):
             # One dataset needs no weight.
@@ -305,7 +308,7 @@ def _may_be_chat(dataset: str) -> bool:
 
 
 def _takes(option: str, dataset: str) -> bool:
-    if option == "mix":
-        return True
-    without = LOCAL_SUFFIXES if option.startswith("dataset_") else (".txt",)
-    return dataset != STDLIB_DOCS and Path(dataset).suffix.lower() not in without
+    reader = reader_of(dataset)
+    return option == "mix" or (
+        reader.on_hub if option.startswith("dataset_") else reader.has_columns
+    )

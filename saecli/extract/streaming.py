@@ -18,8 +18,8 @@ from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction, resolved
 from .forward import ahead, demand_some
 from .options import TINY_GEMMA2, ExtractConfig, last_layer
+from .readers import STDLIB_DOCS
 from .requests import points_of, store_requests
-from .texts import STDLIB_DOCS
 
 Blocks = Callable[
     [Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]

@@ -62,6 +62,21 @@ def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
     return Affixes([] if first is None else [first], suffix, first is None)
 
 
+def text_ids(tokenizer: Any, text: str, prefix: list[int]) -> tuple[list[int], bool]:
+    """A text's tokens after those of the prefix, which a window begins with; and whether the text itself begins with
+    it, as a chat rendered beforehand does: a second BOS would be a second attention sink."""
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    start = 0
+    while prefix and token_ids[start : start + len(prefix)] == prefix:
+        start += len(prefix)
+    return token_ids[start:], start > 0
+
+
+def repeated(subject: str) -> str:
+    """A warning of `text_ids`; the subject with its verb, as in "2 texts begin"."""
+    return f"{subject} with BOS, or what stands for it, which every window begins with anyway; it is there once"
+
+
 def special_ids(tokenizer: Any, control: bool) -> set[int]:
     """The tokens that are special where a text holds them; of chats with all `control` tokens, some of which are only
     added tokens (Llama's)."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..base.errors import ConfigError
 from ..store.values import Windows as StoredWindows
 from .texts import Document, Mark
-from .tokenizer import ASSISTANT, Conversation, affixes, special_ids
+from .tokenizer import ASSISTANT, Conversation, affixes, special_ids, text_ids
 
 BLOCK_TOKENS = 1 << 14  # of a block, about
 SPARE_ROWS = 2_048  # of a block that makes up for rows that were not stored
@@ -88,7 +88,8 @@ class Windows:
 
     Kept are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
     `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only
-    added tokens are special. `left_out` counts the documents skipped, by reason.
+    added tokens are special. `left_out` counts the documents skipped, by reason, and as `repeated_bos` those whose
+    own BOS is.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Windows:
             while token < len(tokens):
                 if not parts:
                     parts, room = [_added(self.prefix, number)], self._room
-                    token += self._begun(document, tokens[token:])
+                    token += self._begun(tokens[token:])
                 elif token == 0:
                     parts.append(_added(self._separator, number))
                     room -= len(self._separator)
@@ -167,10 +168,12 @@ class Windows:
         text, token_ids, roles, turns = document.text, list[int](), list[int](), list[int]()
         if isinstance(text, Conversation):
             token_ids, roles, turns = text.tokens(self.prefix, self._positions == "assistant")
-        elif text.strip():
-            token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        elif text and text.strip():
+            token_ids, is_repeated = text_ids(self._tokenizer, text, self.prefix)
+            if is_repeated:
+                self.left_out["repeated_bos"] += 1
         if not token_ids:
-            self.left_out["empty_texts"] += 1
+            self.left_out["unreadable_texts" if text is None else "empty_texts"] += 1
             return np.empty(0, TOKEN), []
         tokens = np.zeros(len(token_ids), TOKEN)
         tokens["token_id"] = token_ids
@@ -180,11 +183,10 @@ class Windows:
         tokens["special"] = [token in self._special for token in token_ids]
         return tokens, turns
 
-    def _begun(self, document: Document, tokens: np.ndarray) -> int:
-        """How many tokens of a chat's rest stand for the prefix: a second BOS would be a second attention sink."""
+    def _begun(self, tokens: np.ndarray) -> int:
+        """How many tokens of a document's rest stand for the prefix: a second BOS would be a second attention sink."""
         count = len(self.prefix)
-        begins = tokens["token_id"][:count].tolist() == self.prefix
-        return count if begins and isinstance(document.text, Conversation) else 0
+        return count if tokens["token_id"][:count].tolist() == self.prefix else 0
 
     def _window(self, parts: list[np.ndarray], after: Cursor) -> Window:
         tokens = np.concatenate(parts)

@@ -41,7 +41,7 @@ from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint, last_layer, place_given
 from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
-from ..extract.tokenizer import affixes
+from ..extract.tokenizer import affixes, text_ids
 from ..sae.library import SAELike, open_sae
 from .measured import codes_of
 
@@ -302,7 +302,7 @@ class LastTokens:
 
     def _window(self, text: str) -> TextWindow:
         """A text's last tokens, of which only the last is read."""
-        encoded = self._model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded, _ = text_ids(self._model.tokenizer, text, self._affixes.prefix)
         if not encoded:
             raise ModelError(
                 f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "

@@ -25,7 +25,7 @@ from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
 from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
 from ..extract.texts import Document
-from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters
+from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters, repeated
 from ..extract.windows import Window, Windows
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Firing
@@ -115,6 +115,8 @@ class _Reader:
         cut = list(windows.cut([Document(0, self._document(text, name), None)]))
         if not cut:
             raise ConfigError(f"{name} must have a token that is not special, got {text!a:.60}")
+        if windows.left_out["repeated_bos"]:
+            listener.warn(repeated(f"{name} begins"))
         for window in cut:
             window.tokens["special"][:1] = True
         tokens = np.concatenate([window.tokens for window in cut])

@@ -32,7 +32,7 @@ from ..extract.model_source import find_model
 from ..extract.options import place_given
 from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
 from ..extract.spliced import Splice, splices
-from ..extract.tokenizer import TokenTexts, affixes, special_ids
+from ..extract.tokenizer import TokenTexts, affixes, repeated, special_ids, text_ids
 from ..extract.tokens import continuation
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
@@ -234,7 +234,7 @@ def steer(
     source = model_of([sae_at], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     prefix = affixes(loaded.tokenizer, sae_at.prepend_bos).prefix
-    inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens) for prompt in prompts]
+    inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens, listener) for prompt in prompts]
     special = sorted(special_ids(loaded.tokenizer, control=False))
     read, written = _activations(loaded, inputs, special, sae_at)
     encodes = not opened[1].sae.widths  # a part of a crosscoder cannot
@@ -268,12 +268,15 @@ def steer(
     }
 
 
-def _token_ids(model: LanguageModel, prefix: list[int], prompt: str, most: int) -> Tensor:
+def _token_ids(
+    model: LanguageModel, prefix: list[int], prompt: str, most: int, listener: Listener
+) -> Tensor:
     """A prompt's tokens, (1, T), after the special ones that windows begin with."""
     demand_text("--prompt", prompt)
-    token_ids = model.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    if token_ids[: len(prefix)] != prefix:
-        token_ids = [*prefix, *token_ids]
+    own_ids, is_repeated = text_ids(model.tokenizer, prompt, prefix)
+    if is_repeated:
+        listener.warn(repeated("--prompt begins"))
+    token_ids = [*prefix, *own_ids]
     room = (model.source.positions or torch.inf) - len(token_ids)
     if most > room:
         raise ConfigError(

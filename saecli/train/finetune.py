@@ -195,8 +195,8 @@ def _stream_text(
     parts: tuple[list[TextWindow], list[TextWindow]] = [], []
     left = [extract.rows, MEASURED_ROWS]
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
-    documents = extraction.text.documents(note=listener.note)
-    for window in extraction.windows().cut(documents):
+    windows = extraction.windows()
+    for window in windows.cut(extraction.documents()):
         for part, split in enumerate(splits):
             kept = window.kept & split.keeps(window.tokens["document"])
             if left[part] > 0 and kept.any():
@@ -204,6 +204,7 @@ def _stream_text(
                 left[part] -= int(kept.sum())
         if max(left) <= 0:
             break
+    extraction.warn_of_repeats(windows.left_out["repeated_bos"])
     if not all(parts):
         raise ConfigError(
             "--dataset has too few documents: expected windows to train on and to compare on, got "

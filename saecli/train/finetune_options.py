@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
 from ..extract.options import ExtractConfig, ModelDtype
-from ..extract.texts import STDLIB_DOCS
+from ..extract.readers import STDLIB_DOCS, TEXT_FILES
 from .options import SolverConfig, TrainingConfig
 
 TEXT = (
@@ -76,7 +76,7 @@ class Finetune(SolverConfig):
 _HELP = {
     "lr": "Peak learning rate, falling to 0. auto: a quarter of `sae train --solver sgd`'s.",
     "seed": "Seed of the order of the windows.",
-    "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a .txt, .jsonl or .parquet file; or "
+    "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a {TEXT_FILES}; or "
     f"{STDLIB_DOCS}.",
 }
 

@@ -129,6 +129,39 @@ def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, con
         assert again.left_out + type(again.left_out)(seen) == whole.left_out
 
 
+@given(texts=TEXTS, context=st.integers(2, 12), packed=st.booleans(), bos=st.booleans())
+def test_a_text_that_begins_with_bos_is_cut_as_without_it(tokenizers, texts, context, packed, bos):
+    """Wherever the pass begins; "<bos>" before a text, or twice, as decoded texts and rendered chats have it."""
+    written = [f"{'<bos>' * (number % 3)}{text}" for number, text in enumerate(texts)]
+    plain, other = (Windows(tokenizers[bos], context, packed=packed) for _ in range(2))
+    expected, found = list(plain.cut(documents(texts))), list(other.cut(documents(written)))
+    assert [window.tokens.tolist() for window in found] == [
+        window.tokens.tolist() for window in expected
+    ]
+    repeats = sum(text.startswith("<bos>") for text in written)
+    assert other.left_out == plain.left_out + Counter(repeated_bos=repeats)
+    for number, window in enumerate(found, 1):
+        rest = other.cut(documents(written, window.after.document), window.after.token)
+        assert [each.token_ids.tolist() for each in rest] == [
+            each.token_ids.tolist() for each in found[number:]
+        ]
+
+
+def test_a_text_without_added_bos_keeps_its_own(tokenizers):
+    cutter = Windows(tokenizers[False], CONTEXT, prepend_bos=False)
+    (window,) = cutter.cut(documents(["<bos>abc"]))
+    assert window.token_ids[0] == BOS and len(window.token_ids) == 4
+    assert not window.kept[0] and not cutter.left_out
+
+
+def test_no_window_begins_with_bos_twice(tokenizers):
+    """Chats that were rendered one after another into a text have BOS at any place."""
+    cutter = Windows(tokenizers[True], 5)
+    windows = list(cutter.cut(documents(["<bos>abcd<bos>efgh<bos>ij"])))
+    assert [window.token_ids.tolist().count(BOS) for window in windows] == [1, 1, 1]
+    assert sum(int(window.kept.sum()) for window in windows) == 10
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, small_blocks, packed):
     texts = some_texts(200)

@@ -40,7 +40,8 @@ def run(hub: ModelHub, home: Path, *words: str, **more: str) -> subprocess.Compl
 
 RESUMED = f"""
 import json, sys
-from saecli.extract.texts import MARK_EVERY, TextSource
+from saecli.extract.readers import MARK_EVERY
+from saecli.extract.texts import TextSource
 source = TextSource({DATASET!r}, revision=sys.argv[1])
 whole = list(source.documents())
 assert [document.number for document in whole] == list(range({FILES * ROWS}))
@@ -100,7 +101,7 @@ def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
         "'some/nothing'": "cannot be read",
     }
     tries = "".join(
-        f"try:\n    next(TextSource({source}).pinned().documents())\n"
+        f"try:\n    list(TextSource({source}).pinned().documents())\n"
         "except ModelError as error:\n    print(error)\n"
         for source in expected
     )

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from saecli.base.errors import ModelError
 from saecli.extract.model_source import find_model
-from saecli.extract.texts import STDLIB_DOCS, TextSource
+from saecli.extract.readers import STDLIB_DOCS
+from saecli.extract.texts import TextSource
 
 WEIGHTS = "model.safetensors"
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from saecli.base.home import Home
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
-from saecli.extract.texts import stdlib_docstrings
+from saecli.extract.readers import stdlib_docstrings
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
 

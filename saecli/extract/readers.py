@@ -1,0 +1,364 @@
+"""Rows of texts: of files by their kind, of Python's docstrings, and of datasets of the Hugging Face hub.
+
+A kind of file is one function, which yields its rows, each after words for its place, and one line in `TEXT_FORMATS`.
+`datasets` reads the hub alone: it takes over a second to open the smallest file, ends at the first bad line, and takes
+"NA" in a CSV file for no text.
+"""
+
+import ast
+import csv
+import inspect
+import io
+import json
+import os
+import platform
+import sysconfig
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from ..base.errors import ModelError, one_line
+from ..base.files import expanded, file_sha256
+from ..base.machine import why_unreachable
+
+STDLIB_DOCS = "stdlib-docs"
+DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
+MARK_EVERY = 256  # rows of a hub dataset between two marks
+PARQUET_ROWS = 256  # in memory at a time: a row may be a book
+HEAD = 4096  # bytes or characters that show what a file is
+LONGEST_FIELD = 1 << 24  # characters: a quote that is never closed takes in the rest of a file
+STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+)
+DOCSTRING_MIN_CHARS = 40
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+Placed = Generator[tuple[str, Any], None, None]  # rows after their places; see `Row`
+Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that row}
+
+
+class Row(NamedTuple):
+    """A row by its columns, a text where there are none, or the error of one that cannot be read; and its number."""
+
+    number: int
+    where: str  # its place, in errors
+    value: Any
+    mark: Mark | None = None  # from which to read it again; None for the beginning
+
+
+def reader_of(
+    dataset: str, config: str | None = None, split: str = "train", revision: str | None = None
+) -> "StdlibDocs | TextFile | HubDataset":
+    """Where rows come from: their `identity` is what determines them, besides the column, and `rows(column, mark)` the
+    rows with that column, from a mark on if the reader sets marks."""
+    path = expanded(dataset)
+    if dataset == STDLIB_DOCS:
+        return StdlibDocs()
+    if _kind(path) in TEXT_FORMATS or path.exists() or dataset.startswith((".", "/")):
+        return TextFile(dataset)
+    return HubDataset(dataset, config or DEFAULT_CONFIGS.get(dataset), split, revision)
+
+
+class StdlibDocs:
+    on_hub = has_columns = False
+
+    def identity(self) -> dict[str, Any]:
+        return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
+
+    def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
+        for number, text in enumerate(stdlib_docstrings()):
+            yield Row(number, f"docstring {number} of {STDLIB_DOCS}", text)
+
+
+def stdlib_docstrings() -> Iterator[str]:
+    """The distinct docstrings of Python's standard library, in the order of its files."""
+    seen: set[str] = set()
+    for path in _stdlib_files(sysconfig.get_path("stdlib")):
+        for text in _docstrings(path.read_bytes()):
+            if len(text) >= DOCSTRING_MIN_CHARS and text not in seen:
+                seen.add(text)
+                yield text
+
+
+def _stdlib_files(root: str) -> list[Path]:
+    paths: list[Path] = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(paths)
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    with warnings.catch_warnings(action="ignore"):  # old modules have invalid escapes
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # templates and other files that only look like modules
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+            yield inspect.cleandoc(text)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of one of `TEXT_FORMATS`, by its name."""
+
+    on_hub: ClassVar[bool] = False
+
+    dataset: str
+
+    @property
+    def has_columns(self) -> bool:
+        kind = _kind(Path(self.dataset))
+        return kind not in TEXT_FORMATS or TEXT_FORMATS[kind].has_columns
+
+    @cached_property
+    def _path(self) -> Path:
+        path = expanded(self.dataset)
+        if _kind(path) not in TEXT_FORMATS or not path.is_file():
+            problem = "is a folder" if path.is_dir() else "does not exist"
+            raise ModelError(
+                f"the text file {self.dataset} {'is of another kind' if path.is_file() else problem}; expected a "
+                f"{TEXT_FILES}, a Hugging Face dataset id, or {STDLIB_DOCS}; check the name, or convert it"
+            )
+        return path
+
+    @cached_property
+    def _sha256(self) -> str:
+        return file_sha256(self._path)
+
+    def identity(self) -> dict[str, Any]:
+        size = self._path.stat().st_size
+        return {"dataset": str(self._path.resolve()), "bytes": size, "sha256": self._sha256}
+
+    def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
+        path = self._path
+        try:
+            with closing(TEXT_FORMATS[_kind(path)].rows(path, column)) as rows:
+                for number, (where, row) in enumerate(rows):
+                    yield Row(number, where, row)
+        except ModelError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:  # PyArrow's are of the first two
+            raise ModelError(
+                f"the text file {path} cannot be read: {one_line(error)}; expected a whole {_kind(path)} "
+                "file; write it again, or name another"
+            ) from error
+
+
+def _kind(path: Path) -> str:
+    """The end of a file's name that says what is in it, without that of a compression."""
+    name = Path(path.name.lower())
+    return (name.with_suffix("") if name.suffix in COMPRESSIONS else name).suffix
+
+
+def _opened(path: Path, newline: str | None = None) -> io.TextIOWrapper:
+    """A file as text, decompressed. Bytes that are not UTF-8 become surrogates: one line of them is a bad line."""
+    with _uncompressed(path) as file:
+        head = file.read(HEAD)
+    if b"\0" in head or head.startswith((b"\xff\xfe", b"\xfe\xff")):  # as UTF-16 begins
+        raise ModelError(
+            f"the text file {path} is no text in UTF-8: expected that, got UTF-16 or binary data; convert the "
+            "file to UTF-8, or name another"
+        )
+    errors = "surrogateescape"
+    return io.TextIOWrapper(_uncompressed(path), "utf-8-sig", errors=errors, newline=newline)
+
+
+def _uncompressed(path: Path) -> Any:
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    import pyarrow  # which reads several frames or members, and refuses a truncated file
+
+    return pyarrow.input_stream(str(path), compression=compression)
+
+
+def paragraphs(path: Path, column: str) -> Placed:
+    """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
+    with _opened(path) as file:
+        blocks = (is_text for is_text, _ in groupby(file, key=lambda line: bool(line.strip())))
+        # Blank lines at either end separate nothing.
+        one_each_line = sum(islice(filter(None, blocks), 2)) < 2
+    with _opened(path) as file:
+        numbered = enumerate((line.rstrip("\n") for line in file), 1)
+        for is_text, block in groupby(numbered, key=lambda line: bool(line[1].strip())):
+            if is_text and one_each_line:
+                yield from ((f"line {number} of {path}", line) for number, line in block)
+            elif is_text:
+                numbers, lines = zip(*block, strict=True)
+                yield f"line {numbers[0]} of {path}", "\n".join(lines)
+
+
+def json_lines(path: Path, column: str) -> Placed:
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"line {number} of {path}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                row = ModelError(
+                    f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
+                    "correct the line"
+                )
+            yield where, row
+
+
+def json_entries(path: Path, column: str) -> Placed:
+    """The entries of a list, which is held in memory, or else a JSON object of each line."""
+    with _opened(path) as file:
+        is_list = file.read(HEAD).lstrip().startswith("[")
+    if not is_list:
+        yield from json_lines(path, column)
+        return
+    with _opened(path) as file:
+        entries = json.load(file)
+    for number, entry in enumerate(entries, 1):
+        yield f"entry {number} of {path}", entry
+
+
+def delimited(path: Path, column: str, delimiter: str) -> Placed:
+    """Rows below a line of the names of columns; a cell may hold several lines in quotes."""
+    csv.field_size_limit(LONGEST_FIELD)
+    with _opened(path, newline="") as file:
+        rows = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
+        row: Any = {}
+        while row is not None:
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                line = rows.line_num + 1
+                row = ModelError(f"line {line} of {path} cannot be read: {error}; correct it")
+            if row is not None:
+                yield f"line {rows.line_num} of {path}", row
+
+
+def parquet_rows(path: Path, column: str) -> Placed:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        wanted = [part if part in names else part.split(".")[0] for part in parts_of(column, names)]
+        # Else the first row is refused, or shows the column of messages.
+        size, columns = (PARQUET_ROWS, wanted) if {*wanted} <= {*names} else (1, None)
+        batches = file.iter_batches(size, columns=columns)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows):
+            yield f"row {number} of {path}", row
+
+
+def parts_of(column: str, names: Any) -> list[str]:
+    """The columns that an option names: one, or several joined by +."""
+    return [column] if column in names else column.split("+")
+
+
+class TextFormat(NamedTuple):
+    rows: Callable[[Path, str], Placed]
+    has_columns: bool = True
+
+
+# By the end of the lower-case file name, before that of a compression.
+TEXT_FORMATS = {
+    ".txt": TextFormat(paragraphs, has_columns=False),
+    ".md": TextFormat(paragraphs, has_columns=False),
+    ".jsonl": TextFormat(json_lines),
+    ".ndjson": TextFormat(json_lines),
+    ".json": TextFormat(json_entries),
+    ".csv": TextFormat(partial(delimited, delimiter=",")),
+    ".tsv": TextFormat(partial(delimited, delimiter="\t")),
+    ".parquet": TextFormat(parquet_rows),
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TEXT_FILES = f"{', '.join(TEXT_FORMATS)} file, also with {' or '.join(COMPRESSIONS)}"
+WITHOUT_NETWORK = f"use --dataset {STDLIB_DOCS} or a local {TEXT_FILES}, instead"
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    on_hub: ClassVar[bool] = True
+    has_columns: ClassVar[bool] = True
+
+    dataset: str
+    config: str | None
+    split: str
+    revision: str | None
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "dataset": self.dataset,
+            "config": self.config,
+            "split": self.split,
+            "dataset_revision": self.revision,
+        }
+
+    def commit(self) -> str | None:
+        """The commit of its revision: the hub's, or without a network the one in the client's cache, if any."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RevisionResolutionError
+
+        try:
+            commit = HfApi().resolve_revision(
+                self.dataset,
+                repo_type="dataset",
+                revision=self.revision,
+                local_files_only=why_unreachable() is not None,
+            )
+            return commit.resolved
+        except RevisionResolutionError:
+            return self.revision
+        except _hub_errors() as error:
+            raise self._unread(one_line(error)) from error
+
+    def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
+        """Nothing before the mark is read or downloaded."""
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
+        if not HF_HUB_OFFLINE and (reason := why_unreachable()):
+            raise self._unread(reason)
+        import datasets
+
+        try:
+            builder = datasets.load_dataset_builder(
+                self.dataset, self.config, revision=self.revision
+            )
+            # Without a network the library takes the newest commit that it has prepared.
+            if self.revision and HF_HUB_OFFLINE and Path(builder.cache_dir).name != self.revision:
+                raise self._unread(f"another commit than {self.revision} in the cache")
+            data = builder.as_streaming_dataset(split=self.split)
+            number = 0
+            if mark is not None:
+                data.load_state_dict(mark["state"])
+                number = mark["document"]
+            # Closed, else the library's readers print errors at interpreter exit.
+            with closing(iter(data)) as rows:
+                for row in rows:
+                    yield Row(number, f"row {number} of the dataset {self.dataset}", row, mark)
+                    number += 1
+                    if number % MARK_EVERY == 0:
+                        mark = {"document": number, "state": data.state_dict()}
+        except ModelError:
+            raise
+        except _hub_errors() as error:
+            raise self._unread(one_line(error)) from error
+
+    def _unread(self, reason: str) -> ModelError:
+        return ModelError(
+            f"the dataset {self.dataset} cannot be read: {reason}; check its id, configuration, split and "
+            f"revision, the network, and `hf auth login`, or {WITHOUT_NETWORK}"
+        )
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """The exceptions that `datasets` and the hub's client raise by design."""
+    import datasets
+    from huggingface_hub.errors import HTTPError
+
+    return (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, HTTPError)
