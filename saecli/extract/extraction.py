@@ -5,7 +5,7 @@ Rank r reads the documents i with i mod world_size = r, and writes a store of it
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from numbers import Integral
@@ -24,6 +24,7 @@ from ..base.processes import ALONE, Communicator, communicator
 from ..store.opening import finished_store, note_massive_rows, note_when_stopped
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
+from ..store.shard_writer import Admission
 from ..store.writer import StoreWriter, no_rows, ranked_store
 from .forward import Forward, fill, pass_tokens
 from .options import (
@@ -313,6 +314,9 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> No
     """Fill those of the stores that are not finished; each of several ranks its part of them."""
     metas, processes = extraction.metas(requests), extraction.processes
     several = processes.world_size > 1
+    if several and extraction.config.max_norm_multiple is not None:
+        medians = processes.broadcast_object(partial(_medians, extraction, requests, metas))
+        metas = {point: replace(meta, median_norm=medians[point]) for point, meta in metas.items()}
     rows_begun = processes.broadcast_object(partial(_rows_begun, requests))
     with ExitStack() as opened:
         if several and processes.is_main:
@@ -338,6 +342,28 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> No
             meta = processes.broadcast_object(partial(read_meta, request.folder))
             if not meta.rows:
                 raise no_rows(request.folder, meta.dropped)
+
+
+def _medians(
+    extraction: Extraction,
+    requests: Sequence[StoreRequest],
+    metas: Mapping[HookPoint, StoreMeta],
+) -> dict[HookPoint, float | None]:
+    """The median norms by which every rank drops rows: those that are stored, else those that one process has, of the
+    first block of all documents."""
+    admissions = {point: Admission(meta) for point, meta in metas.items()}
+    for request in requests:
+        if (request.folder / STORE_MARKER).exists():
+            admissions[request.point].median = read_meta(request.folder).median_norm
+    forward, rows = extraction.forward(), extraction.config.rows
+    documents = extraction.text.documents
+    with closing(in_blocks(lambda _: documents(), extraction.windows(), rows)) as blocks:
+        while None in [admission.median for admission in admissions.values()]:
+            if (block := next(blocks, None)) is None:
+                break
+            for point, own in forward(block, [*metas], lambda *_: None).items():
+                admissions[point].verdicts(own)
+    return {point: admission.median for point, admission in admissions.items()}
 
 
 def _rows_begun(requests: Sequence[StoreRequest]) -> dict[Path, int]:

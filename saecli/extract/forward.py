@@ -186,13 +186,21 @@ def fill(
         return not writers[point].full and block.cursor.order >= cursors[point].order
 
     def store(block: Block, activations: Activations) -> None:
+        verdicts = None
+        if len(writers) > 1 and activations:  # a row dropped from one store is dropped from all
+            of_each = [
+                writer.admission.verdicts(activations[point])[1]
+                for point, writer in writers.items()
+            ]
+            verdicts = np.max(of_each, axis=0)
         for point, writer in writers.items():
             if needs(point, block):
                 columns = {name: block.columns[name] for name in writer.meta.columns}
                 nothing = np.empty((0, writer.meta.d_in), np.float32)
                 windows = block.windows if writer.meta.windows else None
                 at, counts = block.cursor.to_json(), block.before
-                writer.append(activations.get(point, nothing), columns, at, counts, windows)
+                own = activations.get(point, nothing)
+                writer.append(own, columns, at, counts, windows, verdicts)
                 demand_some(writer.rows, writer.meta.dtype, block.offered)
 
     with (

@@ -75,14 +75,9 @@ def store_requests(
     name: str | None,
     shelf: Shelf,
 ) -> list[StoreRequest]:
-    """The requested stores, one for each of the hook points, all of the same tokens. Since a row that is not
-    finite in one store is dropped from all, each `source` lists the other hook points, as `beside`, and of several
+    """The requested stores, one for each of the hook points, all of the same tokens. Since a row that is
+    dropped from one store is dropped from all, each `source` lists the other hook points, as `beside`, and of several
     models the other ones, as `models`; derived names end in one hash."""
-    if len(points) > 1 and config.max_norm_multiple is not None:
-        raise ConfigError(
-            "--max-norm-multiple drops the rows of one store, so it takes one model, layer and site, got "
-            f"{len(points)} of them; leave it out, or extract them one by one"
-        )
     labels = _labels(points, models)
     identities = [model.identity() for model in models]
     template = config.template()

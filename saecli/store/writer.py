@@ -58,7 +58,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, is_part: bool) -> None:
         self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
-        self._admission = Admission(meta)
+        self.admission = Admission(meta)
         self._limit = limit
         self._shard: ShardWriter | None = None
         # Until the first block has come again.
@@ -117,6 +117,7 @@ class StoreWriter:
         cursor: dict[str, Any],
         dropped: Mapping[str, np.ndarray] | None = None,
         windows: Windows | None = None,
+        verdicts: np.ndarray | None = None,
     ) -> None:
         """Append one block, without the rows that `Admission` drops.
 
@@ -126,11 +127,14 @@ class StoreWriter:
             dropped: for each row that the producer itself dropped, by reason, the number of the block's rows before it,
                 (n,); after the last row of the store none is counted.
             windows: the windows of the block's rows, of a store that keeps them.
+            verdicts: on rows as stored, (R,), in place of those of `admission`.
 
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
         """
-        rows, verdicts = self._admission.verdicts(activations)
+        rows = activations
+        if verdicts is None:
+            rows, verdicts = self.admission.verdicts(activations)
         admitted = np.flatnonzero(verdicts == ADMITTED)
         cursor = json.loads(json.dumps(cursor))
         begin, room = self._stored_already(cursor, len(admitted)), self._limit - self.rows
@@ -230,7 +234,7 @@ class StoreWriter:
             shards=(*self.meta.shards, record),
             resume=self._last,
             dropped=dict(dropped),
-            median_norm=self._admission.median,
+            median_norm=self.admission.median,
             norms=norms if self.meta.norms is None else self.meta.norms + norms,
             sources=sources,
             control_tokens=control,

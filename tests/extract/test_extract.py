@@ -81,7 +81,6 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
         (("--context", "1"), "--context must be above 1"),
         (("--rows", "0"), "--rows must be greater than or equal to 1"),
         (("--name", "a/b"), "--name must be a plain folder name"),
-        ((*split("--max-norm-multiple 3 --site mlp_out --site mlp_in"),), "--max-norm-multiple"),
         (("--packed", "--positions", "last"), "--packed does nothing with --positions last"),
     ],
 )

@@ -94,6 +94,28 @@ def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overfl
     assert store(sae.home, mlp["name"]).meta == meta
 
 
+def test_a_row_of_high_norm_in_one_store_is_dropped_from_all(sae: CommandLine, model, text):
+    line = f"extract --model {model} --dataset {text} --context 16 --dtype float32 --json"
+    sites = ("--layer", "0", "--site", "resid_post", "--site", "mlp_out")
+    names = ("l0-mlp_out", "l0-resid_post")
+    assert sae(line, "--name", "all", *sites).status == 0
+    every = [read(sae.home, f"all-{name}") for name in names]
+    norms = [np.linalg.norm(rows.astype(np.float64), axis=1) for rows, _ in every]
+    fits = [own <= 1.02 * np.median(own) for own in norms]
+    assert not (fits[0] <= fits[1]).all() and not (fits[1] <= fits[0]).all()
+    kept = fits[0] & fits[1]
+    made = sae(line, "--name", "few", "--max-norm-multiple", "1.02", *sites).json["stores"]
+    for (rows, columns), own, name in zip(every, norms, names, strict=True):
+        found, found_columns = read(sae.home, f"few-{name}")
+        np.testing.assert_allclose(found, rows[kept], rtol=1e-5, atol=1e-6)
+        assert found_columns == {
+            key: np.array(column)[kept].tolist() for key, column in columns.items()
+        }
+        meta = store(sae.home, f"few-{name}").meta
+        assert meta.median_norm == pytest.approx(np.median(own), rel=1e-5)
+    assert [each["dropped"]["high_norm"] for each in made] == [int((~kept).sum())] * 2
+
+
 @pytest.mark.slow
 def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
     sae: CommandLine, model, overflowing, text

@@ -250,6 +250,7 @@ def fill_stores(
     packed: bool = False,
     batch: int = 64,
     rows: int = ROWS,
+    multiple: float | None = None,
 ) -> None:
     """Fill stores by batches of `batch` tokens, interrupted once `stop_at` rows were computed."""
     done = 0
@@ -262,7 +263,8 @@ def fill_stores(
 
     writers = {}
     for point in points:
-        meta = StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, columns=TOKEN_COLUMNS)
+        limits = {"columns": TOKEN_COLUMNS, "max_norm_multiple": multiple}
+        meta = StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, **limits)
         writers[point] = StoreWriter.open(home / f"{point.layer}-{point.site}", meta, limit=rows)
 
     def blocks_from(cursor: Cursor) -> Generator[Block, None, None]:
@@ -276,6 +278,10 @@ def fill_stores(
             writer.__exit__(None, None, None)
 
 
+def opened(home: Path) -> list[ActivationStore]:
+    return [ActivationStore.open(folder) for folder in home.iterdir()]
+
+
 def test_any_batch_size_gives_the_same_store(model, small_blocks, tmp_path: Path):
     fill_stores(tmp_path / "large", model, POINTS[:1], batch=1000)
     fill_stores(tmp_path / "small", model, POINTS[:1], batch=100)
@@ -284,20 +290,25 @@ def test_any_batch_size_gives_the_same_store(model, small_blocks, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_stores_stopped_at_different_shards_equal_whole_ones(model, small_blocks, tmp_path: Path):
-    fill_stores(tmp_path / "whole", model, POINTS)
+@pytest.mark.parametrize("multiple", [None, 1.1])
+def test_stores_stopped_at_different_shards_equal_whole_ones(
+    model, small_blocks, tmp_path: Path, multiple
+):
+    fill_stores(tmp_path / "whole", model, POINTS, multiple=multiple)
+    dropped = [store.meta.dropped.get("high_norm", 0) for store in opened(tmp_path / "whole")]
+    assert len({*dropped}) == 1 and (dropped[0] > 10) == (multiple is not None)
     stopped = tmp_path / "stopped"
     folders = [stopped / f"{point.layer}-{point.site}" for point in POINTS]
     stood: set[int] = set()
     for stop_at, lost in zip((650, 450, 250), [folders[2], folders[1], None], strict=True):
         with pytest.raises(KeyboardInterrupt):
-            fill_stores(stopped, model, POINTS, stop_at)
+            fill_stores(stopped, model, POINTS, stop_at, multiple=multiple)
         stood |= {ActivationStore.open(folder).rows for folder in folders if folder.exists()}
         if lost:
             shutil.rmtree(lost)
     assert len(stood) > 1 and max(stood) < ROWS
     for _ in range(2):  # the second time, the others are finished
-        fill_stores(stopped, model, POINTS)
+        fill_stores(stopped, model, POINTS, multiple=multiple)
         for folder in folders:
             assert_same_pass(folder, tmp_path / "whole" / folder.name)
         shutil.rmtree(folders[2])

@@ -20,7 +20,7 @@ from saecli.base.home import Home
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.readers import stdlib_docstrings
 from saecli.store.reader import ActivationStore
-from saecli.store.schema import read_meta
+from saecli.store.schema import rank_folder, read_meta
 
 WORDS = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", "resid_post")
 MANY = (*WORDS, "--rows", "36000", "--shard-rows", "1500", "--batch-size", "16")
@@ -77,6 +77,21 @@ def test_two_processes_store_the_rows_of_one_by_rank(sae: CommandLine, text, oth
         assert (np.diff(ranks) >= 0).all() and 0 < ranks.sum() < len(ranks)
     fewer = together(3, "--home", sae.home, *words, "1000", "--name", "three", "--json")
     assert [store["rows"] for store in fewer.json["stores"]] == [1000] * 4
+
+
+@pytest.mark.long
+def test_two_processes_drop_the_rows_of_high_norm_that_one_does(sae: CommandLine, text):
+    words = (*WORDS, "--site", "mlp_out", "--dataset", text, "--max-norm-multiple", "1.05")
+    assert sae(*words, "--name", "one").status == 0
+    assert together(2, "--home", sae.home, *words, "--name", "two").status == 0
+    for site in ("resid_post", "mlp_out"):
+        _, columns, two = by_document(sae.home, f"two-l1-{site}")
+        _, expected, one = by_document(sae.home, f"one-l1-{site}")
+        np.testing.assert_array_equal(columns, expected)
+        assert two.meta.dropped == one.meta.dropped and two.meta.dropped["high_norm"] > 100
+        folders = (two.path, *(rank_folder(two.path, rank) for rank in (0, 1)))
+        (median,) = {read_meta(folder).median_norm for folder in folders}
+        assert median == pytest.approx(one.meta.median_norm, rel=1e-5)
 
 
 @pytest.mark.long
