@@ -140,7 +140,7 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
             expected_norms = pytest.approx(expected_norms, rel=0.02)
         assert got.pop(name) == expected_norms
     for document in (got, wanted):
-        for shard in document["shards"]:
+        for shard in document.get("shards", ()):
             del shard["frame"]
         cursor = document["resume"]["cursor"]
         document["resume"]["cursor"] = {

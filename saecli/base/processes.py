@@ -6,6 +6,7 @@ All processes must make the same calls in the same order. When one has ended, th
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ Value = TypeVar("Value")
 
 # Others wait while rank 0 solves; one that has ended is noticed at once.
 PATIENCE = timedelta(days=1)
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 _joined = False
 
 
@@ -142,6 +144,28 @@ def leave() -> None:
     """Leave the process group, which all processes must do; not after a failure, since it waits for the others."""
     with _peers() as dist:
         dist.destroy_process_group()
+
+
+@contextmanager
+def signals_handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals by a handler; does nothing outside of the main thread, which alone can."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if is_main}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect at the end of the block."""
+    received: list[int] = []
+    with signals_handled(lambda number, frame: received.append(number), *STOPPING):
+        yield
+    for number in received[:1]:
+        signal.raise_signal(number)
 
 
 def _terminated(number: int, frame: Any) -> None:

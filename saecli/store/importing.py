@@ -4,6 +4,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +196,17 @@ def _filled(
     blocks: Callable[[int], Iterator[tuple[int, np.ndarray, Columns]]],
 ) -> ActivationStore:
     """Fill a store with blocks, from a given row on: the first one's number, the rows and their columns."""
-    with StoreWriter.open(folder, meta) as writer, listener.progress(label, rows, "rows") as show:
+    with (
+        StoreWriter.open(folder, meta) as writer,
+        listener.progress(label, rows, "rows") as show,
+        ThreadPoolExecutor(1) as pool,  # where Ctrl-C does not end a block part-way
+    ):
         _demand_room(folder, rows - writer.rows, meta)
         start = writer.cursor["row"] if writer.cursor else 0
         if writer.rows:
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
         for begin, block, columns in () if writer.meta.complete else blocks(start):
-            writer.append(block, columns, {"row": begin})
+            pool.submit(writer.append, block, columns, {"row": begin}).result()
             show(writer.rows)
         writer.finish()
     return ActivationStore.open(folder)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from ..base.documents import read_run
 from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
 from ..base.files import expanded, lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
+from ..base.processes import signals_handled
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from .schema import hash_request, read_meta
 from .split import Which
@@ -209,15 +211,21 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 @contextmanager
 def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """If Ctrl-C ends a command that fills stores, whose folders go into the list, say how many rows are saved."""
+    """If Ctrl-C or SIGTERM ends a command that fills stores, whose folders go into the list, say how many rows are
+    saved."""
     folders: list[Path] = []
+    is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # and not torchrun's
     try:
-        yield folders
+        with signals_handled(signal.default_int_handler, *[signal.SIGTERM] * is_free):
+            yield folders
     except (KeyboardInterrupt, PeerError):
-        begun = [folder for folder in folders if (folder / STORE_MARKER).exists()]
-        if rows := sum(read_meta(folder).rows for folder in begun):
+        metas = [read_meta(folder) for folder in folders if (folder / STORE_MARKER).exists()]
+        if metas:
+            # Other ranks may save more.
+            least = "at least " if metas[0].ranks else ""
+            rows = sum(meta.rows for meta in metas)
             listener.note(
-                f"stopped; {rows:,} rows are saved, and the same command goes on from there"
+                f"stopped; {least}{rows:,} rows are saved, and the same command goes on from there"
             )
         raise
 

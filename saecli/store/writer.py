@@ -8,6 +8,7 @@ Legend: R rows, D = d_in.
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ..base.errors import StoreError
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
+from ..base.processes import signals_deferred
 from .schema import (
     MOST,
     SHARD_LIST,
@@ -39,6 +41,8 @@ from .shard import Shard
 from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
 from .values import Windows
 
+SHARD_SECONDS = 60.0  # of work that a kill may lose
+
 
 class StoreWriter:
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
@@ -52,8 +56,8 @@ class StoreWriter:
                     break
             meta = writer.finish()
 
-    On resuming, the writer skips the rows of the first block that are stored. Leaving the `with` without `finish` drops
-    the unfinished shard.
+    On resuming, the writer skips the rows of the first block that are stored. A shard ends early, at the next whole
+    chunk, once it is `SHARD_SECONDS` old, and where the `with` is left without `finish`, unless `append` has failed.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, is_part: bool) -> None:
@@ -61,6 +65,8 @@ class StoreWriter:
         self.admission = Admission(meta)
         self._limit = limit
         self._shard: ShardWriter | None = None
+        self._begun = 0.0  # when the shard was
+        self._is_torn = False  # whether a block, or a shard, is stored in part
         # Until the first block has come again.
         self._resume = meta.resume
         self._stored = meta.rows  # in whole shards
@@ -91,9 +97,12 @@ class StoreWriter:
 
     def __exit__(self, *failure: object) -> None:
         try:
+            if self._shard and not self._is_torn:
+                with signals_deferred(), _reporting(self.path, self._stored):
+                    self._write(self._commit())
+        finally:
             if self._shard:
                 self._shard.abandon()
-        finally:
             os.close(self._lock)
 
     @property
@@ -149,9 +158,11 @@ class StoreWriter:
             columns = {name: columns[name][admitted] for name in self.meta.row_values}
         if windows is not None:
             windows = windows.admitted(verdicts == ADMITTED, end)
+        self._is_torn = True
         while begin < end:
             with _reporting(self.path, self._stored):
                 begin = self._store(rows, columns, windows, cursor, begin, end)
+        self._is_torn = False
 
     def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
         """Rows of a block of so many that were stored before an interruption."""
@@ -175,15 +186,20 @@ class StoreWriter:
         """Write rows of a block, `begin` to `end` or the end of the shard, into it; the number of the next."""
         if self._shard is None:
             path = self.path / SHARDS / shard_name(len(self.meta.shards))
-            self._shard = ShardWriter(path, self.meta)
-        stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
+            self._shard, self._begun = ShardWriter(path, self.meta), time.monotonic()
+        room = self.meta.shard_rows - self._shard.rows
+        if time.monotonic() - self._begun > SHARD_SECONDS:
+            # Whole chunks, so that batches of the store do not depend on how fast it was made.
+            chunk = self.meta.chunk_rows
+            room = min(room, chunk - self._shard.rows % chunk)
+        stop = min(end, begin + room)
         self._shard.append(
             rows[begin:stop],
             {name: columns[name][begin:stop] for name in self.meta.row_values},
             None if windows is None else windows.part(begin, stop, self._shard.rows),
         )
         self._last = Resume(cursor, stop)
-        if self._shard.rows == self.meta.shard_rows:
+        if stop - begin == room:
             self._write(self._commit())
         return stop
 
@@ -196,7 +212,7 @@ class StoreWriter:
         self._ended, self._current = self._ended + self._current, Counter()
         if not self.rows and not self._is_part:
             raise no_rows(self.path, self._ended)
-        with _reporting(self.path, self._stored):
+        with signals_deferred(), _reporting(self.path, self._stored):
             # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
             # count its dropped rows twice.
             meta = self._commit() if self._shard else self.meta
@@ -219,6 +235,7 @@ class StoreWriter:
     def _commit(self) -> StoreMeta:
         """Make the shard appear; the contents of `store.json` that record it."""
         assert self._shard is not None and self._last is not None
+        self._is_torn = True  # until there is a new shard
         sources, control = dict(self.meta.sources), dict(self.meta.control_tokens)
         for number, name in enumerate(sources):
             sources[name] += self._shard.count("source", number)

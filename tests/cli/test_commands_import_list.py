@@ -111,16 +111,15 @@ def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "shard_rows", "written", "saved"),
+    ("command", "shard_rows", "written"),
     [
-        ("import", 1000, "00000.h5", False),
-        ("import", 1000, "00002.h5", True),
-        pytest.param("extract", 30_000, "00000.h5", False, marks=pytest.mark.long),
-        pytest.param("extract", 500, "00002.h5", True, marks=pytest.mark.long),
+        ("import", 1000, "00000.h5"),
+        ("import", 1000, "00002.h5"),
+        pytest.param("extract", 500, "00002.h5", marks=pytest.mark.long),
     ],
 )
 def test_a_stopped_command_says_what_is_saved_and_goes_on_from_there(
-    sae: CommandLine, tmp_path: Path, command: str, shard_rows: int, written: str, saved: bool
+    sae: CommandLine, tmp_path: Path, command: str, shard_rows: int, written: str
 ):
     source = ["--model", "tiny-gemma2", "--rows", "5000", "--name", "s"]
     if command == "import":
@@ -130,14 +129,14 @@ def test_a_stopped_command_says_what_is_saved_and_goes_on_from_there(
     process = signalled(sae.home, words, written, 1, signal.SIGINT)
     assert process.returncode == 130 and "Traceback" not in process.said
     folder = sae.home / "activations" / "s"
-    rows = read_meta(folder).rows if folder.exists() else 0
-    assert (rows > 0) == saved
-    assert (f"stopped; {rows:,} rows are saved" in process.said) == saved
+    rows = read_meta(folder).rows
+    assert rows > 0
+    assert f"stopped; {rows:,} rows are saved" in process.said
     stores = sae("list", "--json").json["stores"]
-    assert not rows or [(s["state"], s["rows"]) for s in stores] == [("unfinished", rows)]
+    assert [(s["state"], s["rows"]) for s in stores] == [("unfinished", rows)]
     resumed = sae(*words, "--json")
     assert resumed.json["rows"] == 5000
-    assert ("going on after" in resumed.err) == saved
+    assert f"going on after {rows:,} rows" in resumed.err
 
 
 @pytest.fixture

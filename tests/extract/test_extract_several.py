@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -9,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine
+from launching import launched
 from storing import assert_same_pass
 from tiny_models import save_model, stored
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.store.reader import ActivationStore
+from saecli.store.schema import read_meta
 
 TEXT = "\n\n".join(
     "".join("abcdefghijklmnop"[(i * n) % 16] for i in range(n % 37)) or "a" for n in range(120)
@@ -228,6 +232,42 @@ def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, t
     rounded = torch.tensor(rows).to(getattr(torch, dtype)).float().numpy()
     np.testing.assert_array_equal(rows, rounded)
     assert 1e-4 < np.abs(rows - full).max() / np.abs(full).max() < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_rows_of_an_unfinished_shard_outlast_a_signal(sae: CommandLine, what: signal.Signals):
+    """Twice, each in the middle of what follows; of a kill the whole shards stay."""
+    size = 2000 if what == signal.SIGKILL else 30_000
+    words = ("extract", "--model", "tiny-gemma2", "--rows", "26000", "--shard-rows", str(size))
+    folder, saved = sae.home / "activations" / "stopped", 0
+    for _ in range(2):
+        with launched([sys.executable], "--home", sae.home, *words, "--name", "stopped") as started:
+            more = saved + 4200
+            started.until(lambda more=more: rows_written(folder) > more)
+            started.process.send_signal(what)
+            done = started.done()
+        before, saved = saved, read_meta(folder).rows
+        if what == signal.SIGKILL:
+            assert done.status == -signal.SIGKILL and saved % size == 0 and saved > before
+        else:
+            said = f"stopped; {saved:,} rows are saved, and the same command goes on from there"
+            assert (done.status, done.err.splitlines()[-1]) == (130, said)
+            assert saved >= before + 4096
+    assert sae(*words, "--name", "stopped").status == sae(*words, "--name", "whole").status == 0
+    assert_same_pass(folder, folder.with_name("whole"), but_for=("shards",))
+
+
+def rows_written(folder: Path) -> int:
+    """The rows of the shards, whole or not, of 256 bytes each."""
+    return sum(path.stat().st_size for path in folder.glob("shards/*")) // 256
 
 
 def test_without_a_terminal_a_line_shows_progress(sae: CommandLine, model, text):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import store_producer
 from power_cut import restore
-from storing import make_meta, make_store, memory_folder, stored_contents
+from storing import collect, make_meta, make_store, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.opening import finished_store
+from saecli.store.reader import ActivationStore
 from saecli.store.schema import write_meta
 from saecli.store.writer import StoreWriter
 
@@ -118,6 +119,31 @@ def test_a_file_size_limit_leaves_a_store_that_resumes(produce, uninterrupted):
             assert not list(path.rglob("*.partial"))
         assert produce(path) == (0, "")
         assert_same(path, uninterrupted)
+
+
+def test_a_shard_that_ends_early_leaves_rows_and_batches_as_they_are(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).standard_normal((1000, 4), np.float32)
+    sizes = {"shard_rows": 320, "chunk_rows": 16}
+    batches = []
+    for name, seconds, shards in (("late", 60, 4), ("early", -1, 63)):
+        monkeypatch.setattr("saecli.store.writer.SHARD_SECONDS", seconds)
+        store = make_store(tmp_path / name, rows, **sizes)
+        assert len(store.meta.shards) == shards and store.verify() == []
+        batches.append(np.concatenate([*store.split("train").batches(50, seed=3, epoch=0)]))
+        np.testing.assert_array_equal(collect(store.split("all").sequential(64)), rows)
+    np.testing.assert_array_equal(*batches)
+
+
+def test_a_block_that_failed_part_way_is_not_kept(tmp_path, monkeypatch):
+    meta = make_meta(4, columns=("document",))
+    with (
+        pytest.raises(KeyError),
+        StoreWriter.open(tmp_path / "s", meta) as writer,
+    ):
+        writer.append(np.ones((3, 4), np.float32), {"document": np.arange(3)}, {"row": 0})
+        writer.append(np.ones((3, 4), np.float32), {}, {"row": 3})
+    assert ActivationStore.open(tmp_path / "s").rows == 0
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_a_second_writer_is_refused(tmp_path, produce):

@@ -44,9 +44,12 @@ class StoreMachine(RuleBasedStateMachine):
         limit=st.none() | st.integers(20, 120),
         documented=st.booleans(),
         multiple=st.sampled_from([None, 2.0]),
+        seconds=st.sampled_from([0.0, 60.0]),
     )
-    def begin(self, dtype, shard_rows, chunk_rows, limit, documented, multiple):
+    def begin(self, dtype, shard_rows, chunk_rows, limit, documented, multiple, seconds):
         self.stack = ExitStack()
+        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("saecli.store.writer.SHARD_SECONDS", seconds)
         self.folder = self.stack.enter_context(memory_folder())
         self.columns = ("document",) if documented else ()
         sizes = {"shard_rows": shard_rows, "chunk_rows": chunk_rows}
@@ -94,8 +97,12 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writer)
     @rule()
     def interrupt(self):
+        rows = self.writer.rows
         with self.writer:
-            self.writer = None
+            pass
+        if self.writer.meta.shards or rows:
+            assert ActivationStore.open(self.path).rows == rows
+        self.writer = None
 
     @precondition(lambda self: self.writer)
     @rule()
@@ -118,7 +125,6 @@ class StoreMachine(RuleBasedStateMachine):
             return None
         store = ActivationStore.open(self.path)
         assert store.verify() == []
-        assert store.rows % self.meta.shard_rows == 0 or store.complete
         return store if store.rows else None
 
     @rule(size=st.integers(1, 150), parts=st.integers(1, 4))
@@ -145,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
         norms = np.linalg.norm(rows, axis=1)
         assert summary.rows == store.rows
         assert summary.max == pytest.approx(norms.max())
-        shards = np.split(norms, np.arange(self.meta.shard_rows, len(norms), self.meta.shard_rows))
+        shards = np.split(norms, np.cumsum([shard.rows for shard in store.meta.shards])[:-1])
         medians = [np.median(shard) for shard in shards]
         massive = [shard[shard > 10 * np.median(shard)] for shard in shards]
         assert summary.median == pytest.approx(np.average(medians, weights=[*map(len, shards)]))
@@ -201,6 +207,10 @@ class StoreMachine(RuleBasedStateMachine):
             with StoreWriter.open(self.path, self.meta, limit=self.limit) as writer:
                 self.write_rest(writer, writer.cursor["block"] if writer.cursor else 0)
             whole, resumed = stored_contents(self.folder / "whole"), stored_contents(self.path)
+            for contents in (resumed, whole):  # an interruption ends a shard
+                shards = contents["meta"].pop("shards")
+                assert all(1 <= shard["rows"] <= self.meta.shard_rows for shard in shards)
+                del contents["meta"]["norms"]
             assert resumed["meta"] == whole["meta"]
             np.testing.assert_array_equal(resumed["rows"], self.kept)
             np.testing.assert_array_equal(whole["rows"], self.kept)
