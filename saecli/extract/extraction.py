@@ -26,7 +26,7 @@ from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.shard_writer import Admission
 from ..store.writer import StoreWriter, no_rows, ranked_store
-from .forward import Forward, fill, pass_tokens
+from .forward import CPU_TOKENS, Forward, fill, pass_tokens
 from .options import (
     DEFAULT_CONTEXT,
     SHARD_ROWS,
@@ -40,11 +40,13 @@ from .options import (
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
 from .texts import Document, Mixture
 from .tokenizer import Chats, repeated
-from .windows import START, Block, Cursor, Windows, in_blocks
+from .windows import BLOCK_TOKENS, START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .model_source import ModelSource
+
+BLOCK_WORK = 1 << 42  # parameters times tokens of a block on a CPU: half a minute on two cores
 
 ModelLike = str | torch.nn.Module  # a name, or a loaded model
 
@@ -227,6 +229,10 @@ class Extraction:
         for model in models:
             if model.source.note:
                 listener.note(model.source.note)
+        self.block_tokens = BLOCK_TOKENS
+        if self.all.device.type != "cuda":  # where a large model's block takes minutes
+            weights = (weight for model in models for weight in model.model.parameters())
+            self.block_tokens = max(CPU_TOKENS, BLOCK_WORK // sum(map(torch.numel, weights)))
         rows, more = divmod(config.rows, processes.world_size)
         self.rows = rows + (processes.rank < more)
 
@@ -290,7 +296,8 @@ class Extraction:
         """The blocks of this rank's documents; once it is closed, a warning gives the number that repeat BOS."""
         repeats = 0
         try:
-            for block in in_blocks(self.documents, self.windows(), self.rows, cursor):
+            size = self.block_tokens
+            for block in in_blocks(self.documents, self.windows(), self.rows, cursor, size):
                 repeats += len(block.before.get("repeated_bos", ()))
                 yield block
         finally:

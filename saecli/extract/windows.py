@@ -34,16 +34,18 @@ class Cursor(NamedTuple):
     token: int = 0  # of that document
     mark: Mark | None = None  # to read the document from
     offered: int = 0  # rows of earlier blocks
+    size: int = 0  # tokens of the block, about
 
     def to_json(self) -> dict[str, Any]:
-        mark = {} if self.mark is None else {"_mark": self.mark}
-        return {"document": self.document, "token": self.token, "offered": self.offered, **mark}
+        more = {"_size": self.size} | ({} if self.mark is None else {"_mark": self.mark})
+        return {"document": self.document, "token": self.token, "offered": self.offered, **more}
 
     @classmethod
     def from_json(cls, cursor: dict[str, Any] | None) -> Self:
         if cursor is None:
             return cls()
-        return cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"])
+        mark, size = cursor.get("_mark"), cursor.get("_size", BLOCK_TOKENS)
+        return cls(cursor["document"], cursor["token"], mark, cursor["offered"], size)
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -255,11 +257,15 @@ def in_blocks(
     windows: Windows,
     rows: int,
     cursor: Cursor = START,
+    size: int = BLOCK_TOKENS,
 ) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
 
-    A block has about `BLOCK_TOKENS` tokens; it ends early at the last of `rows` rows.
+    A block has about `size` tokens, at most `BLOCK_TOKENS`, and the first those that it had when the cursor was
+    stored; it ends early at the last of `rows` rows.
     """
+    size = min(size, BLOCK_TOKENS)
+    cursor = cursor._replace(size=cursor.size or size)
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
     tokens = kept = 0
@@ -269,10 +275,10 @@ def in_blocks(
         tokens += len(window.tokens)
         kept += int(window.kept.sum())
         most_rows = rows - cursor.offered if cursor.offered < rows else SPARE_ROWS
-        if tokens >= BLOCK_TOKENS or kept >= most_rows:
+        if tokens >= cursor.size or kept >= most_rows:
             block = Block(gathered, cursor, [*skipped, windows.taken()])
             yield block
-            cursor = block.end
+            cursor = block.end._replace(size=size)
             gathered, skipped = [], []
             tokens = kept = 0
     if gathered or windows.left_out:

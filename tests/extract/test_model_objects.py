@@ -90,7 +90,7 @@ def test_an_interrupted_store_is_resumed_by_the_same_weights_alone(
     with pytest.raises(saecli.SaeError, match="made from something else"):
         saecli.extract(other, name="stopped", **options)
     resumed = saecli.extract(opened(folder)[0], name="stopped", **options)
-    assert_same_pass(resumed.path, whole.path)
+    assert_same_pass(resumed.path, whole.path, but_for=("shards",))
 
 
 def test_several_loaded_models_fill_stores_of_the_same_tokens(tmp_path: Path, text: dict[str, Any]):

@@ -196,7 +196,7 @@ def test_a_store_that_was_stopped_without_a_row_gives_its_name_to_another(tmp_pa
 def test_a_source_that_changed_is_refused(tmp_path):
     rows = np.ones((120, 4), np.float32)
     for block, cursor, said in (
-        (rows[:50], {"row": 0}, "expected 100 rows or more at {'row': 0}, got 50 rows"),
+        (rows[:50], {"row": 0}, "expected 120 rows or more at {'row': 0}, got 50 rows"),
         (rows, {"row": 7}, "got 120 rows at {'row': 7}"),
     ):
         with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
