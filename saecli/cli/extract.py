@@ -1,11 +1,11 @@
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from annotated_types import Ge
 
 from ..base.errors import ConfigError, flag_of
-from ..base.options import Config, Shown, options_of
+from ..base.options import Config, Shown, options_from, options_of
 from ..base.processes import communicator
 from ..extract.options import ExtractConfig, Site
 from .options import Device, Json, configured, start
@@ -14,8 +14,6 @@ from .options import Device, Json, configured, start
 @dataclass(frozen=True)
 class Places(Config):
     """What to read: one store for each of these."""
-
-    panel: ClassVar[str] = ExtractConfig.panel
 
     model: Annotated[
         tuple[str, ...],
@@ -51,7 +49,10 @@ class Places(Config):
     ] = None
 
 
-@configured(ExtractConfig, Places)
+_ROWS = [name for name in options_of(ExtractConfig) if name not in options_of(Places)]
+
+
+@configured(Places, more=options_from(ExtractConfig, _ROWS, {}, panel=ExtractConfig.panel))
 def command(
     ctx: typer.Context,
     options: dict[str, Any],

@@ -18,6 +18,8 @@ from ..base.home import Home
 from ..base.options import Config, Option, options_of
 from ..extract.options import Site as SiteName
 
+WIDEST_METAVAR = 16  # more leave no room for the help in 80 columns
+
 
 @dataclass(frozen=True)
 class Given:
@@ -59,11 +61,14 @@ def configured(
                 raise error.within(f"with --config {config}") if config else error from None
 
         declared = inspect.signature(function, eval_str=True).parameters.values()
+        shown = [option for option in options.values() if option.cli]
+        first = [option for option in shown if option.panel == Config.panel]
         parameters = [
+            *(_parameter(option, repeated) for option in first),
             *(parameter for parameter in declared if parameter.name != "options"),
             _config_parameter([option.name for option in options.values() if not option.cli]),
             HELP_ALL,
-            *(_parameter(option, repeated) for option in options.values() if option.cli),
+            *(_parameter(option, repeated) for option in shown if option not in first),
         ]
         # Typer reads the parameters of a command from its signature.
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -110,7 +115,12 @@ def _parameter(option: Option, repeated: bool) -> Parameter:
         )
     several = option.several or (repeated and option.repeatable)
     types = [kind.__name__ for kind in option.types if kind is not str or not option.choices]
-    metavar = option.metavar or f"<{'|'.join([*option.choices, *types])}>"
+    values = [*option.choices, *types]
+    metavar = option.metavar or f"<{'|'.join(values)}>"
+    if len(metavar) > WIDEST_METAVAR and not option.metavar:
+        metavar = "<choice>"
+        if any(value not in option.help for value in values):
+            settings["help"] += f" One of {', '.join(values)}."
     if default is not None:
         words = [str(value) for value in (default if isinstance(default, tuple) else [default])]
         default = words if several else words[0]

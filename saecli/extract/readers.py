@@ -198,11 +198,11 @@ def paragraphs(path: Path, column: str) -> Placed:
 def json_lines(path: Path, column: str) -> Placed:
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            where = f"line {number} of {path}"
-            if not line.strip():
+            where, content = f"line {number} of {path}", line.strip()
+            if not content:
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(content)
             except (ValueError, RecursionError) as error:
                 row = ModelError(
                     f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "

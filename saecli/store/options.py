@@ -10,8 +10,8 @@ from ..base.options import Config, Count, Positive, Seed, Shown
 StoredDtype = Literal["float32", "float16", "bfloat16"]  # see `values.py`
 MAX_NORM_HELP = (
     "Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
-    "about 16,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
-    "max_activation_norm_multiple. A row dropped from one of several stores is dropped from all. Default: no limit."
+    "about 16,000 rows, or 16 MiB of an imported file), which the store records; as dictionary_learning "
+    "does. A row dropped from one of several stores is dropped from all. Default: no limit."
 )
 
 

@@ -37,6 +37,21 @@ def test_help_shows_every_option_and_help_all_the_advanced(
     assert (f"--help-all shows {len(hidden)} more options" in pages[0].out) == bool(hidden)
 
 
+def test_the_help_of_extract_begins_with_the_place_and_is_whole_in_80_columns(
+    sae: CommandLine, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = sae("extract", "--help").out
+    flags = re.findall(r"^│ (--[a-z-]+)", page, re.MULTILINE)
+    assert flags[:4] == ["--model", "--layer", "--site", "--module"]
+    assert "…" not in page
+    for words in ("blocks.L.hook_resid_post", "wikitext-103-raw-v1", "<all|int>..."):
+        assert words in page
+    words = " ".join(re.findall(r"^│.* {2}(\S.*?) +│$", page, re.MULTILINE))
+    for choices in ("resid_pre", "assistant", "One of float32, float16, bfloat16."):
+        assert choices in words
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_the_whole_docstring_after_the_summary_of_the_list(
     sae: CommandLine, monkeypatch, name: str
