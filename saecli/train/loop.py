@@ -1,6 +1,7 @@
 """The training loop: batches of rows are pushed to a solver, and decoder steps made when they are due."""
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,9 @@ class Loop:
                     self._keep(after_epoch=False)
                 if step == plan.steps:
                     return
-        training.solver.calibrate()  # a model's text has ended early
+        # A model's text has ended early. Weights next to a sum over all rows are for those that came.
+        training.solver.task = replace(training.solver.task, rows=plan.train_rows.rows)
+        training.solver.calibrate()
         self._decoder_step(plan.steps)
         self._keep(after_epoch=True)
 

@@ -30,7 +30,7 @@ from .options import ClosedForm, Pam, Precision
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, method_for, solve
 from .solver import Draws, Solver, Task
 
-FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual")  # of the last solution
+FIGURES = ("relative_alpha", "condition", "residual")  # of the last solution
 
 
 class DecoderStep:
@@ -106,8 +106,13 @@ class PamSolver(Solver):
         state = step.finish()
         self.dictionary.set_decoder(state.c, state.Delta, state.b, state.skip)
         self._keep_figures(state)
-        self.mend(step, state)
+        if not self.is_last(step.due):  # a change would be neither trained nor solved for
+            self.mend(step, state)
         self.hold_encoder()
+
+    def is_last(self, due: Pass) -> bool:
+        """Whether training ends with this decoder step, perhaps early."""
+        return due.step == self.task.steps
 
     def mend(self, step: DecoderStep, state: DecoderState) -> None:
         """Change latents after a decoder step; Algorithm 3.1 changes none."""
@@ -140,7 +145,7 @@ class PamSolver(Solver):
     def encode_batch(self, due: Pass, batch: Batch, draws: torch.Generator) -> tuple[Codes, Batch]:
         """A batch's codes, and the batch: smoothed, and encoded in the precision of descent, but for the last pass."""
         precision: Precision = "float32"
-        if due.kind != "last":
+        if not self.is_last(due):
             batch = self.smoothing(batch, draws)
             precision = self.task.training.precision
         with products_in(precision):
@@ -161,7 +166,8 @@ class PamSolver(Solver):
 
     def solve_for_decoder(self, due: Pass, moments: Moments) -> DecoderState:
         """The decoder's optimum, the same in all processes."""
-        dictionary, needless = self.dictionary, self.needless(moments)
+        dictionary = self.dictionary
+        needless = 0 if self.is_last(due) else self.needless(moments)
         # A fixed alpha that one decoder step had to raise is asked for again at the next.
         alpha = self.alpha if self.config.alpha == "auto" else float(self.config.alpha)
         terms = self.terms(due, moments, alpha)  # in all processes: it may turn latents off
@@ -209,8 +215,7 @@ class PamSolver(Solver):
             self.raised = max(self.raised, state.ridge)
 
     def record(self) -> dict[str, float]:
-        names = ("relative_alpha", "condition", "residual")
-        known = {name: self.figures[name] for name in names if not math.isnan(self.figures[name])}
+        known = {name: value for name, value in self.figures.items() if not math.isnan(value)}
         return {**super().record(), "alpha": self.alpha, **known}
 
     def notes(self) -> list[str]:

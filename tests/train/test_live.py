@@ -62,7 +62,7 @@ def live_rows(
             raise error
 
     source = Streamed("some-model-l0", meta, {}, blocks)
-    window_bytes = WINDOW_BYTES if window is None else window * D * 4
+    window_bytes = WINDOW_BYTES if window is None else window * 4 * rows.shape[1]
     return LiveRows(source, wanted, 0, least, Silent(), window_bytes, begun)
 
 
@@ -151,6 +151,29 @@ def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text"
     )
+
+
+@pytest.mark.parametrize("alpha", ["auto", 30.0])
+def test_where_a_text_ends_early_the_sae_is_as_good_as_of_just_those_rows(alpha: float | str):
+    rng, wide, latents = np.random.default_rng(0), 16, 256
+    codes = rng.exponential(size=(7000, 100)) * (rng.random((7000, 100)) < 0.03)
+    rows = (codes @ rng.normal(size=(100, wide))).astype(np.float32)
+    _, documents = of_documents(len(rows))
+    there = int((~is_test(documents)).sum())
+    solver, found = SOLVERS["pam-sgd"](alpha=alpha), []
+    for wanted in (round(there / 0.8), there):
+        with live_rows(rows, documents, [900, 5000], wanted, 2200, 4000) as live:
+            # The rate is the same to the end.
+            config = TrainingConfig(d_sae=latents, batch_size=100, lr=0.03, lr_decay=0.0)
+            activation = activation_of("topk", k=4)
+            plan = Plan.resolve(live, live.test_rows, config, solver, activation)
+            loop = Loop(start_training(plan, Record()))
+            found.append(loop.result(loop.train()) | {"planned": plan.steps})
+    early, whole = found
+    assert early["steps"] == whole["steps"] == whole["planned"] < early["planned"]
+    assert early["final"]["test_fvu"] == pytest.approx(whole["final"]["test_fvu"], rel=0.03)
+    assert early["final"]["alpha"] == pytest.approx(whole["final"]["alpha"], rel=0.1)
+    assert early["final"]["revived"] == 0  # latents that no step follows
 
 
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])

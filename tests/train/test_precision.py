@@ -84,10 +84,10 @@ def test_gradients_are_rounded_and_weights_are_float32(config, activation, spars
 
 
 @needs_bf16
+@pytest.mark.parametrize("config", [PamSgd(), Pam()], ids=str)
 @pytest.mark.parametrize("last", [False, True])
-def test_the_last_decoder_step_is_bit_for_bit_that_of_float32(last: bool):
+def test_the_last_decoder_step_is_bit_for_bit_that_of_float32(last: bool, config: SolverConfig):
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
-    config = PamSgd()
     exact, rounded = (solver_in(name, config, Relu(), "l1") for name in ("float32", "bf16"))
     rounded.descend(Batch.of(x))  # after which nothing of it is left
     for solver in (exact, rounded):
