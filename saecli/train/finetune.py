@@ -37,7 +37,7 @@ from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
 from .options import MEASURED_ROWS, TRAINED, TrainingConfig
-from .plan import split_kept_out
+from .plan import NONE_KEPT_OUT, split_kept_out
 from .rows import ArrayRows
 from .runs import Run, claimed
 from .start import Start, fingerprint
@@ -104,7 +104,7 @@ class Opened:
             stores = processes.main_first(lambda: _open_stores(home, subject, named, listener))
             device = device_named(training.device)
             model = LanguageModel(source, device, head=True, dtype=config.model_dtype)
-            spliced = _read_text(stores, model, acts, config.tokens, seed)
+            spliced = _read_text(stores, model, acts, config.tokens, seed, listener)
         order = np.random.default_rng(0).permutation(len(spliced.train))
         shuffled = [spliced.train[number] for number in order]
         rows, test_rows = processes.broadcast_object(
@@ -140,7 +140,7 @@ class Opened:
         )
         activation = self.text.hooked.sae.activation
         plan = FinetunePlan.resolve(
-            self.rows, self.test_rows, training, config, activation, self.start
+            self.rows, self.test_rows, training, config, activation, self.start, self.test_rows
         )
         return FinetuneRun(self.stores, plan, created, self.text)
 
@@ -161,13 +161,16 @@ def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Li
 
 
 def _read_text(
-    stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int
+    stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int, listener: Listener
 ) -> SplicedText:
-    train, test = split_kept_out(stores.inputs[0], seed)
-    assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
+    train, kept_out = split_kept_out(stores.inputs[0], seed)
+    if kept_out is None:
+        listener.warn(NONE_KEPT_OUT)
+        kept_out = train
+    assert isinstance(train, Rows) and isinstance(kept_out, Rows), "of one store"
     check_rows(train, model.source)
     windows = [*stored_windows(train, tokens)]
-    return SplicedText(Passes(model), acts, windows, [*stored_windows(test, MEASURED_ROWS)])
+    return SplicedText(Passes(model), acts, windows, [*stored_windows(kept_out, MEASURED_ROWS)])
 
 
 def _stream_text(
@@ -319,8 +322,8 @@ def finetune(
     with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
         training = start_training(run.plan, Record(), show)
         tuned = run.loop(training).train()
-    for note in training.notes():
-        listener.note(note)
+    for warning in training.notes():
+        listener.warn(warning)
     assert training.comparison is not None, "it begins with an SAE"
     tuned.metadata = run.plan.settings() | run.origin | training.comparison.measures
     return tuned

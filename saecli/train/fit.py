@@ -22,7 +22,7 @@ from ..store.reader import ActivationStore, JoinedRows, Rows
 from . import SOLVERS
 from .loop import Loop
 from .options import TrainingConfig
-from .plan import Plan, SplitRows, split_rows
+from .plan import Plan, SplitRows, doubts_at_start, split_rows
 from .rows import ArrayLike, ArrayRows
 from .start import Start
 from .training import Record, start_training
@@ -109,11 +109,13 @@ def fit(
     start = None if init is None else Start.open(Home.at(None), init, listener)
     act = act or ("relu" if start is None else start.activation)
     plan = planned(rows, solver, act, options, target=target, start=start)
+    for warning in doubts_at_start(plan):
+        listener.warn(warning)
     with listener.progress("training", plan.steps, "steps") as show:
         training = start_training(plan, Record(), show)
         sae = Loop(training).train()
-    for note in training.notes():
-        listener.note(note)
+    for warning in training.notes():
+        listener.warn(warning)
     sae.metadata = plan.settings() | _origin(rows, plan.training)
     if target is not None:
         sae.metadata["transcodes"] = True

@@ -202,9 +202,9 @@ def train_run(job: Job, listener: Listener) -> dict[str, Any]:
     shown = doubts_at_start(job.run.plan)
     for warning in document["warnings"]:
         if warning not in shown:
-            listener.note(f"warning: {warning}")
+            listener.warn(f"warning: {warning}")
     for note in document["notes"]:
-        listener.note(note)
+        listener.warn(note)
     return document
 
 
@@ -217,7 +217,7 @@ def _begin(job: Job, listener: Listener) -> None:
         run.write(job.folder, None)
     listener.note(f"{job.name}: {run.summary}")
     for warning in doubts_at_start(run.plan):
-        listener.note(f"{job.name}: warning: {warning}")
+        listener.warn(f"{job.name}: warning: {warning}")
 
 
 def _trained(job: Job, listener: Listener) -> dict[str, Any]:

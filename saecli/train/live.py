@@ -202,7 +202,7 @@ class LiveRows(RowSource):
             yield rows[train]
 
     def _take_rows_of_splits(self) -> tuple[ArrayRows, ArrayRows | None]:
-        """Test rows, the held-out rows seen so far, else the next ones; and those kept out, else the test rows."""
+        """Test rows, the held-out rows seen so far, else the next ones; and those kept out, if there are any."""
         of_splits = self._of_splits or [[]]
         while not any(map(len, of_splits[0])):
             block = next(self._train, None)
@@ -220,12 +220,9 @@ class LiveRows(RowSource):
                 "another --split-seed"
             )
         test_rows = ArrayRows(self._stored.decode_rows(test))
-        if not kept_out:
+        if not any(map(len, kept_out)):
             return test_rows, None
-        (compared,) = kept_out
-        if not len(compared):
-            return test_rows, test_rows
-        return test_rows, ArrayRows(self._stored.decode_rows(compared))
+        return test_rows, ArrayRows(self._stored.decode_rows(*kept_out))
 
     def _go_on(self, tokens: int, rows: int) -> None:
         """Show the progress of the first window; called in the model's thread."""

@@ -34,6 +34,10 @@ from .rows import BLOCK_ROWS
 from .start import Start
 
 ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
+NONE_KEPT_OUT = (
+    "documents are too few to keep any out of training: thresholds are set, and SAEs compared, on training rows, "
+    "where L0 is lower than on others; use a store of more documents, or another --split-seed"
+)
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
 
@@ -63,15 +67,14 @@ def split_rows(
 
 def split_kept_out(
     store: ActivationStore | Joined, seed: int, fraction: float = TRAINED
-) -> tuple[Rows | JoinedRows, Rows | JoinedRows]:
+) -> tuple[Rows | JoinedRows, Rows | JoinedRows | None]:
     """Rows to train an SAE on, a fraction of the training documents', and rows of those after the first `TRAINED`, so
-    that held-out rows have no part in what is chosen on these; held-out ones if there are no others."""
+    that held-out rows have no part in what is chosen on these; None if there are too few documents."""
     train = store.split("train", fraction=fraction, seed=seed)
     try:
-        kept_out = store.split("train", fraction=TRAINED, seed=seed, rest=True)
-    except StoreError:  # too few documents
-        kept_out = store.split("test", seed=seed)
-    return train, kept_out
+        return train, store.split("train", fraction=TRAINED, seed=seed, rest=True)
+    except StoreError:
+        return train, None
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,18 @@ class Plan:
     def d_sae(self) -> int:
         assert self.training.d_sae is not None, "resolved"
         return self.training.d_sae
+
+    @property
+    def keeps_out(self) -> bool:
+        """Whether some training documents are kept out, if there are enough."""
+        decides = self.start is not None or self.activation.is_calibrated(self.training.sparsity)
+        return decides and self.training.fraction <= TRAINED
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether k keeps as many latents as there are, or as dimensions."""
+        k = self.activation.k if isinstance(self.activation, KeepsK) else 0
+        return k >= min(self.train_rows.d_in, self.d_sae)
 
     def settings(self) -> dict[str, Any]:
         start = {} if self.start is None else {"init": self.start.name}
@@ -285,11 +300,20 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
 
 def doubts_at_start(plan: Plan) -> list[str]:
     """Warnings about settings."""
-    d_in, d_sae, activation = plan.train_rows.d_in, plan.d_sae, plan.activation
-    if not isinstance(activation, KeepsK) or activation.k < min(d_in, d_sae):
-        return []
-    words = f"is all of d_sae, {d_sae}" if activation.k == d_sae else f"is not below d_in, {d_in}"
-    return [f"--k {activation.k} {words}, so codes are not sparse; lower --k"]
+    rows, d_in, d_sae = plan.train_rows.rows, plan.train_rows.d_in, plan.d_sae
+    warnings = []
+    if rows < d_in:
+        warnings.append(
+            f"there are fewer training rows, {rows:,}, than dimensions, {d_in:,}: if the array has a column per row, "
+            "import it with --transpose, in Python give rows.T; else train on more rows"
+        )
+    if plan.keeps_out and plan.kept_out is None:
+        warnings.append(NONE_KEPT_OUT)
+    if plan.is_dense:
+        k = getattr(plan.activation, "k", 0)
+        words = f"is all of d_sae, {d_sae}" if k == d_sae else f"is not below d_in, {d_in}"
+        warnings.append(f"--k {k} {words}, so codes are not sparse; lower --k")
+    return warnings
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
@@ -308,7 +332,7 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
         for_l0 = "raise --sparsity-weight" if penalised else "use --sparsity l1"
     advice = {"fvu": for_fvu, "l0": for_l0}
     doubted = doubts(measures, plan.train_rows.d_in, plan.d_sae)
-    if doubts_at_start(plan):
+    if plan.is_dense:  # which is said at the start
         doubted.pop("l0", None)
     warnings = [f"{which} {words}; {advice[name]}" for name, words in doubted.items()]
     overfitted = test["fvu"] > 1.5 * train["fvu"]

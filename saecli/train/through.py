@@ -265,7 +265,7 @@ class ThroughModel(Solver):
 
 @dataclass(frozen=True)
 class FinetunePlan(Plan):
-    """Its training rows are the sample that gives the normalisation, its test rows are of held-out windows."""
+    """Its training rows are the sample that gives the normalisation, its test rows are those kept out of training."""
 
     @cached_property
     def batches(self) -> int:

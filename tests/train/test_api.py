@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, fvu, make_run, make_store, random_sae, same, some_rows
+from storing import make_store as make_documents
 
 import saecli
+from saecli.sae.activations import TopK
 from saecli.train.rows import ArrayRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
@@ -36,6 +38,31 @@ def test_thresholds_are_set_on_rows_that_were_not_fitted(
     codes = sae.encode(torch.from_numpy(some_rows(4000, 24, seed=1)))
     assert (codes != 0).sum(1).float().mean().item() == pytest.approx(4, rel=0.08)
     assert sae.cfg["fraction"] == 0.9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"act": "batchtopk", "k": 4},
+        {"act": "gated", "target_l0": 4.0},
+        {"init": random_sae(TopK(k=4)), "lr": 3.0, "lr_warm_up": 0.0},
+    ],
+    ids=["batchtopk", "gated", "init"],
+)
+def test_held_out_rows_decide_nothing_where_documents_are_too_few_to_keep_any_out(
+    tmp_path: Path, options: dict
+):
+    documents, fitted = np.repeat([0, 1], 300), []
+    for name, changed in (("one", 1), ("other", 100)):
+        rows = some_rows(600)
+        rows[documents == 1] *= changed  # which is held out
+        make_documents(tmp_path / "activations" / name, rows, "float32", documents=documents)
+        store = saecli.open_store(name, home=tmp_path)
+        assert set(np.concatenate([*store.split("test").column("document", 90)])) == {1}
+        with pytest.warns(UserWarning) as said:
+            fitted.append(saecli.fit(store, solver="sgd", epochs=2, normalize="none", **options))
+        assert "documents are too few to keep any out of training" in str(said[0].message)
+    assert same(*fitted)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ridge_problems import (
     with_skip,
 )
 
+from saecli.base.errors import TrainingError
 from saecli.train.ridge import (
     TOLERANCE,
     HeldRows,
@@ -220,6 +221,26 @@ def test_no_latent_is_missed_where_none_varies():
     z, y, _, W_t, b_t = problem(60, F, E)
     terms = terms_of((0.1, 0.0, 0.0, 0.0), None, W_t, b_t)
     assert not solve(system_of("sums", 0 * z, y), terms, needless=9).needless.any()
+
+
+def test_an_estimated_inverse_is_at_least_one_over_the_matrix_on_its_diagonal():
+    z, y, _, W_t, b_t = problem(60, F, E)
+    z[:, 1::2] = 30 * z[:, ::2] + 0.01 * z.roll(1, 0)[:, ::2]  # near copies of other sizes
+    terms = terms_of((0.1, 0.0, 0.0, 0.0), None, W_t, b_t)
+    exact, estimated = (
+        system_of(kind, z, y).factorise(terms).inverse().diagonal for kind in ("sums", "streamed")
+    )
+    least = 1 / (system_of("sums", z, y).diagonal(1.0) + 0.1)
+    assert (exact >= least).all() and (estimated >= least).all()
+
+
+def test_a_skip_that_cannot_be_solved_for_is_an_error():
+    z, y, _, W_t, b_t = problem(40, F, E)
+    x = beside(40)
+    x[3] = 1e200  # its square is infinite
+    terms = with_skip(terms_of((0.7, 0.0, 0.0, 0.0), None, W_t, b_t), x, y)
+    with pytest.raises(TrainingError, match="not finite; lower --lr"):
+        solve(system_of("sums", z, torch.cat([y, x], 1)), terms)
 
 
 @both

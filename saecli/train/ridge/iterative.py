@@ -177,14 +177,16 @@ class Iterative(Factorisation):
         return self._solve(self._codes.cross(centre), self._codes.start)
 
     def inverse(self) -> Inverse:
-        """Its diagonal is estimated, `E v * M v` over random signs v, to some 20% for a latent with a copy.
+        """Its diagonal is estimated, `E v * M v` over random signs v, to some 20% for a latent with a copy, and is at
+        least one over the matrix's.
 
         Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix" (2007).
         """
         generator = torch.Generator().manual_seed(0)
         signs = torch.randint(2, (len(self._diagonal), 32), generator=generator)
         signs = signs.to(self._diagonal) * 2 - 1
-        return Inverse((signs * self.solve(signs)).mean(1), self._block)
+        estimate = (signs * self.solve(signs)).mean(1)
+        return Inverse(estimate.maximum(1 / self._diagonal), self._block)
 
     def residual(self) -> float:
         return max(self._residuals, default=math.nan)

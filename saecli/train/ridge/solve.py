@@ -39,13 +39,14 @@ from torch import Tensor
 from ...base.devices import moved
 from ...sae.codes import Codes, Prefixes
 from .iterative import COLUMNS, StreamedCodes
-from .sums import HeldRows, Sums
+from .sums import HeldRows, Sums, cholesky
 from .system import Factorisation, Inverse, System, Terms
 
 # Effect over the median one, below which a latent may be needless. FVU of SmolLM2-135M-Instruct, topk: 0.169, without
 # such a limit 0.172; F1 of the world with hierarchy: 0.695, 0.700.
 LEAST_EFFECT = 0.3
 LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
+TURNS = 64  # between waits for the device
 MIXED = 64  # random sums of columns that determine c
 
 
@@ -193,17 +194,21 @@ def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tens
     effect[~varies] = torch.inf
     latents = effect.argsort()[: 2 * most]
     latents = latents[effect[latents] < low]
-    W, M = W[latents], inverse.block(latents)
-    for _ in range(min(most, len(latents))):
-        effect = W.square().sum(1) / M.diagonal()
-        effect[missed_least[latents] > 0] = torch.inf
-        least = effect.argmin()
-        if effect[least] >= low:
+    W, M = W[latents], inverse.block(latents).clone()
+    taken = torch.zeros(len(latents), dtype=torch.bool, device=W.device)
+    for turn in range(min(most, len(latents))):
+        effect = (W.square().sum(1) / M.diagonal()).masked_fill(taken, torch.inf)
+        least = effect.argmin(
+            keepdim=True
+        )  # as an index of one entry, for which a GPU is not waited for
+        found = effect[least] < low
+        if turn % TURNS == 0 and not found:
             break
-        missed_least[latents[least]] = 1
-        along = M[:, least] / M[least, least]
-        W = W - torch.outer(along, W[least])
-        M = M - torch.outer(along, M[least])
+        taken[least] = found
+        along = torch.where(found, M[:, least] / M.diagonal()[least], 0.0)
+        W.addmm_(along, W[least], alpha=-1)
+        M.addmm_(along, M[least], alpha=-1)
+    missed_least[latents] = taken.double()
     return missed_least
 
 
@@ -230,19 +235,16 @@ class _Elimination:
         K = (K + K.T) / 2
         # A ridge, raised against rounding: dimensions of x that codes explain, or that never vary, get no skip.
         ridge = 1e-9 * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)
-        failed = True
-        while failed:
-            self._R, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
-            ridge *= 10
+        self._R, _ = cholesky(lambda ridge: K + ridge * torch.eye(len(K)).to(K), ridge)
 
     def __call__(self, W: Tensor, A_xy: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
         """The solution with the skip, (F, E), and the skip, (D, E), for targets that have products A_xy with x."""
-        S = torch.cholesky_solve(A_xy - self._C_x.T @ W, self._R)
+        S = torch.cholesky_solve(A_xy - self._C_x.T @ W, self._R, upper=True)
         return W - self._P @ S, S
 
     def inverse(self, without: Inverse) -> Inverse:
         """M with the skip, `M + P K^-1 P'`."""
-        root = torch.linalg.solve_triangular(self._R, self._P.T, upper=False)  # (D, F)
+        root = torch.linalg.solve_triangular(self._R.mT, self._P.T, upper=False)  # (D, F)
         return Inverse(
             without.diagonal + root.square().sum(0),
             lambda latents: without.block(latents) + root[:, latents].T @ root[:, latents],

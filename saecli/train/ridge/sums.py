@@ -142,7 +142,7 @@ class Direct(Factorisation):
     """
 
     def __init__(self, system: System, build: Callable[[float], Tensor], ridge: float) -> None:
-        self._R, least_ridge = _cholesky(build, ridge)
+        self._R, least_ridge = cholesky(build, ridge)
         super().__init__(system, least_ridge, raised=least_ridge > ridge)
 
     def solve(self, right: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _solve(R: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(R, half, upper=True)
 
 
-def _cholesky(build: Callable[[float], Tensor], ridge: float) -> tuple[Tensor, float]:
+def cholesky(build: Callable[[float], Tensor], ridge: float) -> tuple[Tensor, float]:
     """R, and the ridge with which the matrix is positive definite."""
     for _ in range(15):
         R = build(ridge).mT  # column-major, as LAPACK writes it
