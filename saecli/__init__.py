@@ -68,7 +68,14 @@ else:
     def __getattr__(name):
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        value = getattr(_importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        if isinstance(value, type) or "torch" not in _sys.modules:
+            return value
+        from .base.devices import as_usual
+
+        function = globals()[name] = as_usual(value)
+        function.__module__ = __name__  # where pickle finds it
+        return function
 
 
 __version__ = "0.1.0"

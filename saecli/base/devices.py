@@ -7,9 +7,10 @@ Source: Micikevicius et al., "Mixed Precision Training" (2018).
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .errors import ConfigError, one_line
 from .machine import available_memory, local_world
 
+P = ParamSpec("P")
+R = TypeVar("R")
 AHEAD = 2  # batches on their way to a device
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """The function in its operands' own dtype."""
+    within = torch.autocast("cuda", enabled=False)(torch.autocast("cpu", enabled=False)(function))
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        return (within if is_cast else function)(*args, **kwargs)
+
+    return called
+
+
+def as_usual(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with torch as it starts, whatever the caller has set: gradients on, float32 and the CPU by default,
+    and no autocast, whose copies of weights go stale as these are trained."""
+    plain = without_autocast(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        dtype, device = torch.get_default_dtype(), torch.get_default_device()
+        on_cpu = nullcontext() if device.type == "cpu" else torch.device("cpu")
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu:
+            torch.set_default_dtype(torch.float32)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(dtype)
+
+    return called
 
 
 def device_named(name: str) -> torch.device:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.console import Silent
+from ..base.devices import as_usual, without_autocast
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..sae.dictionary import SAE
@@ -99,6 +100,7 @@ class Splice:
             codes.retain_grad()
         return codes
 
+    @without_autocast
     def _with_error(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         """y plus the decoded change, which is exactly 0 without one."""
         assert self.codes is not None
@@ -131,7 +133,7 @@ def splices(
             given = getattr(config, f"{kind}_token_id", None)
             if given is not None:
                 special += given if isinstance(given, list | tuple) else [given]
-    special_ids = torch.tensor(special, dtype=torch.int64)
+    special_ids = torch.tensor(special, dtype=torch.int64, device="cpu")
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
@@ -236,7 +238,8 @@ def spliced(
         )
     if unfit := [each for each in changes.values() if not callable(each)]:
         raise ConfigError(f"change must be a function of codes, got {unfit[0]!r}; give one")
-    acts = {key: _hooked_at(Home.at(home), each, key) for key, each in keyed.items()}
+    hooked_at = as_usual(_hooked_at)
+    acts = {key: hooked_at(Home.at(home), each, key) for key, each in keyed.items()}
     demand_apart(acts.values())
     parts = {key: Splice(at, changes.get(key), error) for key, at in acts.items()}
     with splices(model, [*parts.values()], everywhere=everywhere):

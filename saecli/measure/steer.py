@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.console import Listener, Silent, listening
-from ..base.devices import device_named
+from ..base.devices import as_usual, device_named
 from ..base.documents import point_words
 from ..base.errors import ConfigError, counted, demand_at_least, demand_text, unknown_choice
 from ..base.home import Home
@@ -158,9 +158,9 @@ def steering(
         special: token ids whose activations stay; by default the model's BOS, EOS and padding.
     """
     name = getattr(model.config, "name_or_path", None)
-    opened = open_sae(Home.at(home), sae, Silent())
+    opened = as_usual(open_sae)(Home.at(home), sae, Silent())
     place = place_given(layer, site, module)
-    change = _change(_hooked(opened, method, name, *place), method, latents, scale)
+    change = _change(as_usual(_hooked)(opened, method, name, *place), method, latents, scale)
     if not change.scales:
         raise ConfigError(f"--scale is needed with --method {method}, in units of the code")
     with _changed(model, change, special):
@@ -170,7 +170,7 @@ def steering(
 @contextmanager
 def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -> Iterator[None]:
     def change_codes(z: Tensor) -> Tensor:
-        scales = torch.tensor(change.scales).to(z)
+        scales = z.new_tensor(change.scales)
         added = change.method == "add"
         z[..., change.latents] = z[..., change.latents] + scales if added else scales
         return z

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter
 
+from ..base.devices import without_autocast
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
 from .codes import Codes, Prefixes, SparseCodes, offsets_of
@@ -242,17 +243,20 @@ class Dictionary(Module, ABC):
             value = value + weight * (len(batch.x) / batch.size) * added
         return Loss(value, errors[-1], codes)
 
+    @without_autocast
     def encode(self, x: Tensor) -> Tensor:
         """The codes, (..., F), in its dtype, of raw activations, (..., D), of any floating dtype, on its device."""
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
 
+    @without_autocast
     def decode(self, z: Tensor, x: Tensor | None = None) -> Tensor:
         """The predictions, (..., E), of codes, (..., F); a skip's part is left out unless `x`, (..., D), is given."""
         base = self.b_dec if x is None else self._base(self._rows("decode", x, self.d_in))
         y_hat = torch.addmm(base, self._rows("decode", z, self.d_sae), self.decoder())
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
 
+    @without_autocast
     def forward(self, x: Tensor) -> Tensor:
         """The predictions, (..., E), from raw activations, (..., D), a skip's part included."""
         rows = self._rows("encode", x, self.d_in)

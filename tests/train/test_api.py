@@ -1,6 +1,7 @@
 """saecli from Python: what fits is what `sae train` fits, from a store or from memory, in silence."""
 
 import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -145,10 +146,11 @@ def test_batches_in_memory_hold_every_row_once_shuffled_by_epoch():
 
 
 def test_progress_is_shown_on_demand(capsys):
-    saecli.fit(some_rows(300), **QUICK | {"d_sae": 300}, alpha=1e-9, progress=True)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "--alpha auto" in said.err
+    saecli.fit(some_rows(300), **QUICK, act="topk", k=8, progress=True)
+    assert tuple(capsys.readouterr()) == (
+        "",
+        "--k 8 is not below d_in, 8, so codes are not sparse; lower --k\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,4 +225,5 @@ def test_import_is_light_and_every_name_is_there_and_typed():
     for function in (getattr(saecli, name) for name in saecli.__all__ if name[0].islower()):
         parameters = inspect.signature(function).parameters
         assert {"return", *parameters} == get_type_hints(function).keys()
+        assert pickle.loads(pickle.dumps(function)) is function
     assert (Path(saecli.__file__).parent / "py.typed").exists()
