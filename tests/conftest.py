@@ -27,6 +27,11 @@ settings.register_profile("thorough", max_examples=40, deadline=None)  # by --hy
 settings.load_profile("quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Small texts may end before the rows that are asked for."""
+    config.addinivalue_line("filterwarnings", "ignore:the text ended after")
+
+
 @pytest.fixture
 def sae(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

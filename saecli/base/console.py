@@ -49,6 +49,12 @@ class Silent:
         yield lambda done, words="": None
 
 
+class Mute(Silent):
+    """Discards warnings too, where they are given elsewhere."""
+
+    def warn(self, text: str) -> None: ...
+
+
 def listening(progress: bool | Listener) -> Listener:
     """The listener of a public function: a command's console, or stderr for True and none for False."""
     if isinstance(progress, bool):

@@ -27,14 +27,7 @@ AHEAD = 2  # batches on their way to a device
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """The function in its operands' own dtype."""
-    within = torch.autocast("cuda", enabled=False)(torch.autocast("cpu", enabled=False)(function))
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        return (within if is_cast else function)(*args, **kwargs)
-
-    return called
+    return torch.autocast("cuda", enabled=False)(torch.autocast("cpu", enabled=False)(function))
 
 
 def as_usual(function: Callable[P, R]) -> Callable[P, R]:

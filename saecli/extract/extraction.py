@@ -21,7 +21,7 @@ from ..base.errors import ConfigError, counted
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
-from ..store.opening import finished_store, note_massive_rows, note_when_stopped
+from ..store.opening import finished_store, note_when_stopped, warn_of
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.shard_writer import Admission
@@ -162,11 +162,11 @@ def extract(
         stores = [ActivationStore.open(request.folder) for request in requests]
         if processes.is_main:
             if stores[0].rows < config.rows:
-                listener.note(
+                listener.warn(
                     f"the text ended after {counted(stores[0].rows, 'row')} of {config.rows:,}"
                 )
             for store in stores:
-                note_massive_rows(store, listener)
+                warn_of(store, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in finished
     listed = isinstance(model, list) or not isinstance(layer, Integral | None)
@@ -228,7 +228,7 @@ class Extraction:
             self._read_chats()
         for model in models:
             if model.source.note:
-                listener.note(model.source.note)
+                listener.warn(model.source.note)
         self.block_tokens = BLOCK_TOKENS
         if self.all.device.type != "cuda":  # where a large model's block takes minutes
             weights = (weight for model in models for weight in model.model.parameters())
@@ -312,8 +312,7 @@ class Extraction:
     def documents(self, begin: Cursor = START) -> Iterator[Document]:
         """This rank's documents, from a cursor's on."""
         rank, world_size = self.processes.rank, self.processes.world_size
-        say = self.listener
-        documents = self.text.documents(begin.document, begin.mark, say.note, say.warn)
+        documents = self.text.documents(begin.document, begin.mark, self.listener.warn)
         return (document for document in documents if document.number % world_size == rank)
 
 

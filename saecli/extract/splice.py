@@ -186,7 +186,7 @@ def model_of(
     for sae in saes:
         sae.check(source.d_model, source.layers, source.name)
         if sae.models[0] not in (None, name, source.id, source.spec):
-            listener.note(
+            listener.warn(
                 f"{sae.name} was trained on activations of {sae.models[0]}, and is used in {source.spec}"
             )
     return source

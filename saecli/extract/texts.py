@@ -206,11 +206,10 @@ class Mixture:
         self,
         start: int = 0,
         mark: Mark | None = None,
-        note: Say = lambda _: None,
         warn: Say = lambda _: None,
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
-        `note` tells of a source that ends before others, `warn` of each source's first bad row."""
+        `warn` tells of each source's first bad row, and of one that ends before others."""
         if not self.names:
             yield from self.sources[0].documents(start, mark, warn)
             return
@@ -227,7 +226,7 @@ class Mixture:
             if (document := next(waiting[index], None)) is None:
                 del waiting[index]
                 if waiting:
-                    note(f"{self.names[index]} ends after {counts[index]:,} rows; others go on")
+                    warn(f"{self.names[index]} ends after {counts[index]:,} rows; others go on")
                 continue
             marks[index] = document.mark
             before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}

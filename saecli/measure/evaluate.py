@@ -202,7 +202,7 @@ def evaluate_all(
     for entry in entries:  # which grows by what is within
         entries += [*entry.get("hook_points", ()), *entry.get("sources", ())]
     if any(entry.get("ce_recovered", 0) is None for entry in entries):
-        listener.note(
+        listener.warn(
             "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
             "clearly, so there is nothing to recover"
         )
@@ -278,7 +278,7 @@ def _splices(
                 models[source.spec] = Passes(LanguageModel(source, device, head="any"))
             origin = rows.store.meta.source
             if spec_of(origin) != source.spec:
-                listener.note(
+                listener.warn(
                     f"{rows.name} came from {spec_of(origin)}, and is run through {source.spec}"
                 )
             points.append(HookPoint.of(origin, specs.index(source.spec)))
@@ -366,7 +366,7 @@ def note_doubts(
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()
         if sentences:
             rows = counted(document["rows"], "row")
-            listener.note(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")
+            listener.warn(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")
 
 
 def together(

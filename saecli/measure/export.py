@@ -68,7 +68,7 @@ def writable(saved: SavedSAE, to: str, name: str, listener: Listener) -> SavedSA
     substitute = stand_in(saved, to)
     if substitute is None:
         return saved
-    listener.note(
+    listener.warn(
         f"{name}: the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps their "
         f"signs; wrote {substitute.sae.activation.name}, negative codes become 0"
     )
@@ -115,7 +115,7 @@ def export(
             )
             yield ready
             for note in notes_on_writing(ready.origin) if to == "saelens" else ():
-                listener.note(f"{subject.name} {note}")
+                listener.warn(f"{subject.name} {note}")
 
     formats.save_all(written(), to, out)
     files = sorted(path.name for path in out.iterdir())
@@ -237,7 +237,7 @@ def _exact_format(measured: Measured, listener: Listener) -> str:
         return "saelens"
     clipped = stand_in(measured.saved, "saelens") is not None
     advice = "; --format saelens writes it clipped" if clipped else ""
-    listener.note(
+    listener.warn(
         f"{measured.subject.name} is written as native: saelens cannot express {lacking}{advice}"
     )
     return "native"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..base.console import Listener, Silent
+from ..base.console import Listener, Mute
 from ..base.devices import batches_on, device_named
 from ..base.errors import ConfigError, StoreError
 from ..base.home import Home
@@ -257,7 +257,7 @@ class ChosenRows:
         """Each SAE, or the newest run if there are none; those of a set have rows of their own."""
         opened = [self.with_sae(sae) for sae in saes or [None]]
         if not of_set and len(by_rows(opened)) > 1:
-            self.listener.note(
+            self.listener.warn(
                 "these runs are measured on different rows, each on its own store and split"
             )
         return opened
@@ -318,7 +318,7 @@ def own_codes(
     if not names or not all(name in home.stores or Path(name).exists() for name in names):
         return
     try:
-        measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
+        measured = ChosenRows(home, None, "all", device, Mute()).with_opened(*opened)
     except (ConfigError, StoreError):  # a store made anew under the name may lack rows or targets
         return
     sae, stored = measured.sae, measured.rows

@@ -121,7 +121,7 @@ class _Reader:
             window.tokens["special"][:1] = True
         tokens = np.concatenate([window.tokens for window in cut])
         if len(cut) > 1:
-            listener.note(
+            listener.warn(
                 f"{name} has {len(tokens):,} tokens: it is read in {len(cut):,} windows of at most "
                 f"{context:,}, each without what is before it"
             )

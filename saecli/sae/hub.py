@@ -6,7 +6,7 @@ The client takes a while to import, and most commands do not need it: each funct
 import glob
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
+from ..base.console import Listener
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
 from ..base.machine import LOG_IN, is_passing, why_refused, why_unreachable
 from .formats import FORMATS, Format, format_of, known_files
@@ -121,7 +122,7 @@ def _release(name: str) -> dict[str, Any]:
     return yaml.load(block[1], getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if block else {}
 
 
-def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
+def fetch(address: Address, listener: Listener) -> tuple[str, Path]:
     """Fetch the SAE at an address, or without a network take it from the cache: its own address, and its folder there,
     or its file of several layers'. Unchanged files are not fetched again.
 
@@ -138,13 +139,13 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
             raise
         files = [path for path in snapshot.rglob("*") if path.is_file()]
         names = [path.relative_to(snapshot).as_posix() for path in files]
-        chosen, _ = _choose(address, names, note)
-        note(
+        chosen, _ = _choose(address, names, listener)
+        listener.warn(
             f"the Hugging Face hub cannot be reached ({one_line(error.__cause__ or error)}); {chosen} is taken from "
             f"the cache, as of {snapshot.name}"
         )
         return str(chosen), snapshot / chosen.folder
-    chosen, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
+    chosen, names = _choose(address, [file.rfilename for file in info.siblings or ()], listener)
     with hub_errors(address):
         patterns = [glob.escape(name) for name in names]
         # By the branch's name, which the cache then knows without a network.
@@ -167,7 +168,7 @@ def _cached(address: Address) -> Path | None:
 
 
 def _choose(
-    address: Address, names: Sequence[str], note: Callable[[str], None]
+    address: Address, names: Sequence[str], listener: Listener
 ) -> tuple[Address, list[str]]:
     """Address and files of the SAE at an address, among a repository's files."""
     wanted, file = address.folder, None
@@ -186,7 +187,7 @@ def _choose(
             formats[key] = FORMATS[name]
     if wanted not in formats and len(formats) == 1:
         (wanted,) = formats
-        note(f"{address} holds one SAE, in {wanted}")
+        listener.note(f"{address} holds one SAE, in {wanted}")
     if wanted in formats:
         chosen = address if file else replace(address, folder=wanted)
         own = formats[wanted].among(folders[wanted], str(chosen), file)

@@ -4,7 +4,7 @@ A run folder holds `run.json` (`base.documents.RunDocument`), `config.toml`, `me
 checkpoint on `sae.safetensors`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,7 +68,7 @@ def note_if_remade(subject: Subject, stores: Joined, listener: Listener) -> None
         stores.target and stores.target.reference,
     )
     if subject.data_hash is not None and own and subject.data_hash != stores.hash:
-        listener.note(
+        listener.warn(
             f"{stores.name} is not the store that {subject.name} was trained on, though it has its name"
         )
 
@@ -165,16 +165,14 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     if isinstance(sae, SAE):
         saved = _in_memory(sae.copy_to(sae.W_enc.device))
         return _known(home, Subject("sae"), saved.origin), saved
-    subject = find_subject(home, None if sae is None else str(sae), listener.note)
+    subject = find_subject(home, None if sae is None else str(sae), listener)
     if sae is None:
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
-        listener.note(f"{subject.name} is not finished; this is its last checkpoint")
+        listener.warn(f"{subject.name} is not finished; this is its last checkpoint")
     saved = formats.load(subject.path, subject.row_scale, subject.processing)
     for remark in saved.remarks:
-        listener.note(f"{subject.name} {remark}")
-    for warning in saved.warnings:
-        listener.warn(f"{subject.name} {warning}")
+        listener.warn(f"{subject.name} {remark}")
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
@@ -192,17 +190,14 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
     return str(folder.resolve()) if here else subject.registered or f"hf://{subject.name}"
 
 
-def find_subject(
-    home: Home, text: str | None, note: Callable[[str], None] = lambda _: None
-) -> Subject:
-    """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub. `note` is called with the
-    choice made if the text is ambiguous."""
+def find_subject(home: Home, text: str | None, listener: Listener) -> Subject:
+    """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub."""
     if text is None or text in home.runs:
         folder = home.runs.find(text)
         return _run(folder, folder.name)
     address = Address.parse(text)
     if address is not None and text.startswith(("hf://", "https://")):
-        return Subject(*fetch(address, note))
+        return Subject(*fetch(address, listener))
     folder = expanded(text)
     if (folder / RUN_MARKER).is_file():
         return _run(folder, text)
@@ -211,10 +206,10 @@ def find_subject(
     if folder.exists():
         formats.load(folder)  # raises, with the files expected
     if listed := registered(text):
-        return _listed(text, listed, note)
+        return _listed(text, listed, listener)
     if address is not None:
         try:
-            return Subject(*fetch(address, note))
+            return Subject(*fetch(address, listener))
         except HubError as error:
             raise HubError(
                 f"no run and no folder here is named {text!r}, and {error}{registry_hint(text)}"
@@ -223,10 +218,10 @@ def find_subject(
     raise RunError(f"there is no run and no folder named {text!r}; {instead}{registry_hint(text)}")
 
 
-def _listed(text: str, listed: Registered, note: Callable[[str], None]) -> Subject:
+def _listed(text: str, listed: Registered, listener: Listener) -> Subject:
     """An SAE in SAELens' registry, fetched from the hub."""
-    note(f"{text} is {listed.address} on the hub")
-    name, folder = fetch(listed.address, note)
+    listener.note(f"{text} is {listed.address} on the hub")
+    name, folder = fetch(listed.address, listener)
     scale, processing = listed.row_scale, listed.processing
     return Subject(name, folder, registered=text, row_scale=scale, processing=processing)
 

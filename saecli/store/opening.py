@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,9 @@ class Joined:
         self.is_single = target is None and len(inputs) == 1
 
     @classmethod
-    def of(cls, rows: RowSource) -> Self:
+    def of(cls, rows: "RowSource | Joined") -> "Joined":
+        if isinstance(rows, Joined):
+            return rows
         inputs = tuple(own.store for own in rows.inputs)
         return cls(inputs, rows.target.store if rows.target else None)
 
@@ -131,10 +133,7 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
     store = find_store(home, name)
     if name is None:
         listener.note(f"using the newest store, {store.name}")
-    if not store.complete:
-        listener.note(
-            f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far"
-        )
+    warn_of(store, listener)
     store.demand_shards()
     return store
 
@@ -150,8 +149,6 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
             raise ConfigError(f"--data names {store.name} twice; name each store once")
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
-    for store in joined.all:
-        note_massive_rows(store, listener)
     return joined
 
 
@@ -175,17 +172,21 @@ def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tupl
     return [(inputs[layer], outputs[layer]) for layer in sorted(inputs)]
 
 
-def note_massive_rows(store: ActivationStore, listener: Listener) -> None:
-    """Warn about rows of massive norm, which decide a fit."""
+def warn_of(store: ActivationStore, listener: Listener) -> None:
+    """Warn about a store that is not finished, and rows of massive norm, which decide a fit."""
+    if not store.complete:
+        listener.warn(
+            f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far"
+        )
     norms, multiple = store.meta.norms, store.meta.max_norm_multiple
     if norms and (multiple is None or multiple > OUTLYING):
-        note_massive(store.name, norms, listener)
+        warn_of_massive(store.name, norms, listener)
 
 
-def note_massive(name: str, norms: Norms, listener: Listener) -> None:
+def warn_of_massive(name: str, norms: Norms, listener: Listener) -> None:
     """Warn about massive rows by the norms of some rows."""
     if norms.massive_rows:
-        listener.note(
+        listener.warn(
             f"{name}: {norms.massive_rows:,} of {norms.rows:,} rows have over {OUTLYING} times the median "
             f"norm; --max-norm-multiple {OUTLYING} drops them as rows are made"
         )

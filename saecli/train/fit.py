@@ -17,8 +17,8 @@ from ..base.options import Config, choose, demand_known, options_of
 from ..sae.activations import ACTIVATIONS, Activation
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of
-from ..store.opening import Joined, find_store
-from ..store.reader import ActivationStore, JoinedRows, Rows
+from ..store.opening import Joined, find_store, warn_of
+from ..store.reader import ActivationStore, JoinedRows, Rows, StoredRows
 from . import SOLVERS
 from .loop import Loop
 from .options import TrainingConfig
@@ -105,10 +105,15 @@ def fit(
     """
     if isinstance(rows, str | Path):
         rows = open_store(rows)
+    if isinstance(rows, ActivationStore):
+        rows = Joined((rows,))
     listener = listening(progress)
     start = None if init is None else Start.open(Home.at(None), init, listener)
     act = act or ("relu" if start is None else start.activation)
     plan = planned(rows, solver, act, options, target=target, start=start)
+    if isinstance(rows, StoredRows | Joined):
+        for store in Joined.of(rows).all:
+            warn_of(store, listener)
     for warning in doubts_at_start(plan):
         listener.warn(warning)
     with listener.progress("training", plan.steps, "steps") as show:
@@ -123,9 +128,8 @@ def fit(
 
 
 def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
-    if isinstance(rows, ActivationStore | Joined):
-        stores = rows if isinstance(rows, Joined) else Joined((rows,))
-        return origin_of(stores, training.split_seed, training.fraction)
+    if isinstance(rows, Joined):
+        return origin_of(rows, training.split_seed, training.fraction)
     if isinstance(rows, Rows | JoinedRows):
         split = rows.inputs[0].split
         return origin_of(Joined.of(rows), split.seed, split.fraction)

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..base.console import Listener, Silent
+from ..base.console import Listener, Mute
 from ..base.documents import read_run
 from ..base.errors import ConfigError, PeerError, RunError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
@@ -136,7 +136,7 @@ def known_job(
     document = communicator().broadcast_object(read)
     if document is None:
         return None
-    known = reopen_run(home, folder, document, Silent(), "go on with")
+    known = reopen_run(home, folder, document, Mute(), "go on with")
     if known.options() != run.options():
         raise RunError(
             f"there is a run named {name!r} already, with other options; give another --name"

@@ -19,7 +19,7 @@ from ..base.errors import ConfigError
 from ..extract.forward import ahead
 from ..extract.streaming import Streamed
 from ..extract.windows import BLOCK_TOKENS
-from ..store.opening import note_massive
+from ..store.opening import warn_of_massive
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part, Split
 from ..store.values import DTYPES, Norms, row_norms
@@ -98,7 +98,7 @@ class LiveRows(RowSource):
                 self.rows = self._rows_read
             self.test_rows, self.kept_out = self._take_rows_of_splits()
             first = next(self.sequential(MEASURED_ROWS))
-            note_massive(self.name, Norms.of(row_norms(first)), self._listener)
+            warn_of_massive(self.name, Norms.of(row_norms(first)), self._listener)
             if self.ready < self.rows:
                 self._listener.note(f"rows are normalised as the first {self.ready:,} are")
             self._opened = opened.pop_all()

@@ -173,12 +173,6 @@ class Plan:
         return self.training.d_sae
 
     @property
-    def keeps_out(self) -> bool:
-        """Whether some training documents are kept out, if there are enough."""
-        decides = self.start is not None or self.activation.is_calibrated(self.training.sparsity)
-        return decides and self.training.fraction <= TRAINED
-
-    @property
     def is_dense(self) -> bool:
         """Whether k keeps as many latents as there are, or as dimensions."""
         k = self.activation.k if isinstance(self.activation, KeepsK) else 0
@@ -307,7 +301,8 @@ def doubts_at_start(plan: Plan) -> list[str]:
             f"there are fewer training rows, {rows:,}, than dimensions, {d_in:,}: if the array has a column per row, "
             "import it with --transpose, in Python give rows.T; else train on more rows"
         )
-    if plan.keeps_out and plan.kept_out is None:
+    keeps_out = plan.start is not None or plan.activation.is_calibrated(plan.training.sparsity)
+    if keeps_out and plan.kept_out is None and plan.training.fraction <= TRAINED:
         warnings.append(NONE_KEPT_OUT)
     if plan.is_dense:
         k = getattr(plan.activation, "k", 0)

@@ -27,6 +27,7 @@ from .rows import SAMPLED_ROWS, Normalisation
 
 HIGHEST_RATE = 0.005 * math.sqrt(128)  # times sqrt(D)
 ENOUGH_FIRINGS = 4  # per batch
+NEAR_TARGET = 0.05  # relative distance of an SAE's L0 from a target that it has
 
 
 def initial_sae(
@@ -241,12 +242,12 @@ class Start:
             sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, activation, parameters, W_skip=sae.W_skip
         ).copy_to(sample.dtype)
 
-    def has_codes_of(self, activation: Activation) -> bool:
-        """Whether the SAE's own codes are this activation's, without setting its parameters anew."""
-        own = self._sae.activation
-        return self._is_like(activation) and all(
-            getattr(own, name) == getattr(activation, name) for name in own.of_codes
-        )
+    def has_codes_of(self, activation: Activation, l0: float) -> bool:
+        """Whether the SAE's own codes, of this L0, are the activation's without setting its parameters anew."""
+        own, target = self._sae.activation, getattr(activation, "target_l0", None)
+        if not self._is_like(activation) or abs(l0 - (target or l0)) > NEAR_TARGET * l0:
+            return False
+        return all(getattr(own, name) == getattr(activation, name) for name in own.of_codes)
 
     def _is_like(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)

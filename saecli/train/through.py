@@ -27,7 +27,8 @@ from ..base.processes import ALONE, Communicator
 from ..extract.forward import pass_tokens
 from ..extract.passes import CleanPass, Passes, effects
 from ..extract.splice import Hooked, TextWindow, in_batches, stored_activations
-from ..sae.activations import THRESHOLD_RATE, Relu, Thresholded, between
+from ..sae.activations import THRESHOLD_RATE, Relu
+from ..sae.activations.base import between, scaled_to
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
@@ -42,6 +43,7 @@ STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
 # Relative change of the penalty's weight per step, over the relative excess of L0.
 WEIGHT_RATE = 0.5
+HOLD_EVERY = 8  # steps between shifts of the biases, each a sort of the sample's pre-activations
 
 
 @lru_cache(maxsize=2)  # the windows of a step are of two passes at most, unless there are few
@@ -122,6 +124,8 @@ class ThroughModel(Solver):
         self, initial: SAE, task: Task, config: Finetune, communicator: Communicator = ALONE
     ) -> None:
         self.codes_stay = config.only == "decoder"
+        # Else L1 holds L0, of this weight.
+        self.penalised = isinstance(initial.activation, Relu) and not self.codes_stay
         held = ["threshold"]
         if self.codes_stay:
             held += ["W_enc", "b_enc", *initial.activation_parameters]
@@ -136,7 +140,7 @@ class ThroughModel(Solver):
         """The weight of L1 at which the sample's codes are about stationary: over active latents, the mean of
         `2 (y - y_hat) . W_dec_i / ||W_dec_i||`; 0 for activations that need no penalty."""
         batch, dictionary = self.task.sample, self.dictionary
-        if self.codes_stay or not isinstance(dictionary.activation, Relu):
+        if not self.penalised:
             return self.target.new_zeros(())
         W_dec = dictionary.decoder()
         residuals = batch.y - dictionary.predicted(batch.x, codes)[:, -1]
@@ -195,7 +199,7 @@ class ThroughModel(Solver):
         targets = (y.to(target_mean) - target_mean) / target_scale
         errors = (y_hat - targets[:, None]).square().sum(-1).sum(0).double()  # (L,)
         rest = fvu_weight * errors.mean() / normalisation.variance
-        if self.weight:
+        if self.penalised:
             # Detached, or the penalty would shrink exact reconstructions.
             norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()
             penalty = self.weight * codes.times(norms[:, None]).sum()
@@ -222,9 +226,10 @@ class ThroughModel(Solver):
     def _hold_l0(self, l0: Tensor) -> None:
         """Move the thresholds, or the penalty's weight, against an excess of L0."""
         excess = (l0 / self.target - 1).clamp(max=1.0)
-        if self.weight:
+        if self.penalised:
             self.weight *= (WEIGHT_RATE * excess).exp()
-            self.calibrate()  # the weight takes hundreds of steps to find its value
+            if self.steps % HOLD_EVERY == 0:  # the weight takes hundreds of steps to find its value
+                self.calibrate()
         elif not self.codes_stay and "threshold" in self.dictionary.activation_parameters:
             threshold = self.dictionary.activation_parameters["threshold"]
             threshold *= (THRESHOLD_RATE * excess).exp()
@@ -234,21 +239,19 @@ class ThroughModel(Solver):
         """Give the sample the L0 that it had at the start: scale the thresholds; with relu shift the biases, by one
         amount in units of the codes' contributions, `z_i ||W_dec_i||`."""
         dictionary, parameters = self.dictionary, self.dictionary.activation_parameters
-        activation = dictionary.activation
-        shifts = isinstance(activation, Relu)
-        if self.codes_stay or not (shifts or "threshold" in parameters):
+        if self.codes_stay or not (self.penalised or "threshold" in parameters):
             return
         pre = dictionary.pre_activations(self.task.sample.x)
         kept = round(self.target.item() * len(pre))
         if not 0 < kept < pre.numel():
             return
-        tiny = torch.finfo(pre.dtype).tiny
-        if shifts:
-            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).clamp(min=tiny)
+        if self.penalised:
+            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1)
+            norms = norms.clamp(min=torch.finfo(pre.dtype).tiny)
             dictionary.b_enc -= between(pre * norms, kept) / norms
-        elif isinstance(activation, Thresholded):
-            thresholds = activation.thresholds(parameters, pre.shape[1]).clamp(min=tiny)
-            parameters["threshold"] *= between(pre / thresholds, kept).clamp(min=0)
+        else:
+            threshold = parameters["threshold"]
+            threshold.copy_(scaled_to(kept, pre, threshold.clamp(min=0)))
 
     def notes(self) -> list[str]:
         if self.most_tokens is None:
@@ -256,11 +259,14 @@ class ThroughModel(Solver):
         return [f"for lack of memory, forward passes took at most {self.most_tokens:,} tokens"]
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {"target": self.target, "weight": self.weight}
+        most_tokens = torch.tensor(self.most_tokens or 0)
+        own = {"target": self.target, "weight": self.weight, "most_tokens": most_tokens}
+        return super().state() | own
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         self.target, self.weight = state["target"].to(self.target), state["weight"].to(self.weight)
+        self.most_tokens = int(state["most_tokens"]) or None
 
 
 @dataclass(frozen=True)

@@ -254,8 +254,10 @@ class Training:
         if self.comparison is not None and self.comparison.keeps_before:
             measures = self.comparison.measures
             before, after = (number(measures[name]["loss"]) for name in ("before", "after"))
+            sets = self.plan.activation.is_calibrated(self.plan.training.sparsity)
+            but = ", with thresholds for the L0 asked for" if sets else ""
             notes.append(
-                f"training did not lower the loss, {before} to {after}: the SAE is kept as it was; train on "
+                f"training did not lower the loss, {before} to {after}: the SAE is kept as it was{but}; train on "
                 "more rows, or with a lower --lr"
             )
         return notes
@@ -315,8 +317,9 @@ def start_training(
     solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
     comparison = None
     if plan.start is not None:
-        begun = initial
-        if not state and not plan.start.has_codes_of(plan.activation):
+        begun, x = initial, rows.sample.x
+        l0 = initial.codes(x).count().item() / len(x)
+        if not state and not plan.start.has_codes_of(plan.activation, l0):
             begun = initial.changed(None, **solver.calibrated(initial))
         comparison = Comparison.of(plan.start, begun, rows.normalisation, state)
     if state:

@@ -96,7 +96,8 @@ def test_the_first_token_without_bos_has_no_codes(tmp_path: Path):
 
 def test_a_long_text_is_read_in_windows_of_the_models_limit(tmp_path: Path):
     folder, sae = save_model(tmp_path / "model", "gpt2"), steerable(Relu())
-    document = saecli.read(sae, TEXT * 16, str(folder), latents=EVERY, **AT)
+    with pytest.warns(UserWarning, match="98 tokens: it is read in 2 windows of at most 64"):
+        document = saecli.read(sae, TEXT * 16, str(folder), latents=EVERY, **AT)
     model, (_, *ids) = opened(folder)
     windows = [[1, *(ids * 16)[:63]], [1, *(ids * 16)[63:]]]
     x = torch.cat([activations(model, blocks(model)[1], window) for window in windows])

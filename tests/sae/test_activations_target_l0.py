@@ -101,6 +101,23 @@ def test_calibrated_rows_have_the_target_as_their_l0() -> None:
     torch.testing.assert_close(ratios, ratios[:1].expand(len(ratios)))
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("zeros", [1, F // 2, F])
+def test_thresholds_of_0_are_calibrated_too(zeros: int, dtype: torch.dtype, size: float) -> None:
+    """About half of the pre-activations are above a threshold of 0."""
+    pre = (size * normal(B, F, seed=5)).to(dtype)
+    pre[0] = 0
+    threshold = size * parameters()["threshold"].to(dtype)
+    threshold[:zeros] = 0
+    found = TARGET.calibrated(pre, {"threshold": threshold})["threshold"]
+    assert found.isfinite().all() and (found >= 0).all()
+    assert (pre > found).sum() == round(L * B)
+    if zeros == 1:  # one factor
+        ratios = found[zeros:] / threshold[zeros:]
+        torch.testing.assert_close(ratios, ratios[:1].expand(len(ratios)))
+
+
 def test_training_starts_with_the_first_aim_as_its_l0() -> None:
     x = normal(2000, D, seed=6)
     start = initial_sae(JumpRelu(target_l0=3.0), F, Batch.of(x), 0, None, "target-l0")

@@ -408,7 +408,10 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
             patched.setattr("saecli.base.machine.ANSWER_SECONDS", 0.3)
             offline = sae("eval", "someone/saes", "--json")
             assert offline.json == online.json
-            assert f"someone/saes/first is taken from the cache, as of {repo.head}" in offline.err
+            said = f"someone/saes/first is taken from the cache, as of {repo.head}"
+            assert said in offline.err
+            with pytest.warns(UserWarning, match=said):
+                saecli.load_sae("someone/saes")
             assert "cannot be reached" in sae("push", "someone/saes", "someone/copy").err
             said = "the Hugging Face hub cannot be reached for some/other"
             assert said in sae("eval", "some/other").err

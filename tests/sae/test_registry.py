@@ -19,6 +19,7 @@ from model_hub import ModelHub, files_of
 from published import ROWS, D, K, Published
 
 import saecli
+from saecli.base.console import Silent
 from saecli.base.errors import FormatError, RunError
 from saecli.base.home import Home
 from saecli.sae.activations import ReluTopK
@@ -227,9 +228,10 @@ def test_an_sae_is_named_by_its_release_and_id(
     assert f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub" in done.err
     assert saecli.load_sae(name).cfg["site"] == "resid_post"
     home = Home(sae.home)
-    assert lasting_name(home, name, find_subject(home, name)) == name
+    assert lasting_name(home, name, find_subject(home, name, Silent())) == name
     plain = load(scaled_sae.path, 0.4).sae
-    centred = saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")
+    with pytest.warns(UserWarning, match="center_writing_weights"):
+        centred = saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")
     published.assert_reads(plain, scaled_sae)
     expected = plain(X - X.mean(1, keepdim=True))
     torch.testing.assert_close(centred(X), expected, rtol=1e-5, atol=1e-4)
@@ -297,7 +299,7 @@ def test_a_run_is_found_by_its_name_or_folder_with_its_split(home: Home, tmp_pat
     for where, name in ((home, "first"), (home, "second"), (Home(tmp_path / "other"), "away")):
         folder = run_in(where, name)
         text = name if where is home else str(folder)
-        assert find_subject(home, text) == Subject(text, folder, "patches", 7, 0.5, True)
+        assert find_subject(home, text, Silent()) == Subject(text, folder, "patches", 7, 0.5, True)
 
 
 def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first(
@@ -305,10 +307,10 @@ def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first
 ) -> None:
     save(SavedSAE(random_sae()), "saelens", tmp_path / "both")
     path = tmp_path / "both"
-    assert find_subject(home, str(path)) == Subject(str(path), path)
+    assert find_subject(home, str(path), Silent()) == Subject(str(path), path)
     run_in(home, "both")
     monkeypatch.chdir(tmp_path)
-    assert find_subject(home, "both").folder == home.runs.path / "both"
+    assert find_subject(home, "both", Silent()).folder == home.runs.path / "both"
 
 
 @pytest.mark.parametrize(
@@ -331,10 +333,10 @@ def test_what_names_no_sae_is_refused(
     monkeypatch.chdir(tmp_path)
     for missing in (None, "nosuch"):
         with pytest.raises(RunError, match="make one with `sae train`"):
-            find_subject(home, missing)
+            find_subject(home, missing, Silent())
     run_in(home, "only")
     (run_in(home, "begun", complete=False) / "sae.safetensors").unlink()
     Path("runs/first").mkdir(parents=True)
     Path("runs/first/sae.safetensors").touch()
     with pytest.raises(error, match=said):
-        find_subject(home, name)
+        find_subject(home, name, Silent())

@@ -21,7 +21,7 @@ from homes import (
 )
 
 import saecli
-from saecli.sae.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, TopK
+from saecli.sae.activations import ACTIVATIONS, Activation, BatchTopK, Gated, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.values import Spread
@@ -117,6 +117,22 @@ def test_a_start_that_is_kept_has_the_l0_that_another_activation_is_asked_for(sa
         document = train_on(sae, *words.split(), *worse)
         assert document["kept"] == "before"
         assert document["final"]["test_l0"] == pytest.approx(float(words.split()[-1]), rel=0.1)
+
+
+@pytest.mark.parametrize("act", [Gated(), JumpRelu()], ids=lambda act: act.name)
+@pytest.mark.parametrize("lr", [1e-3, 3.0])
+def test_a_start_has_the_target_l0_that_is_asked_for(act: Activation, lr: float):
+    rows, old = some_rows(600), random_sae(act)
+    x = torch.from_numpy(rows)
+    assert (old.encode(x) != 0).sum(1).float().mean() > 6
+    options = {"init": old, "solver": "sgd", "lr": lr, "lr_warm_up": 0.0, "epochs": 2}
+    given = {"act": act.name, "sparsity": "target-l0", "target_l0": 2.0}
+    if lr > 1:
+        with pytest.warns(UserWarning, match="kept as it was, with thresholds for the L0 asked"):
+            found = saecli.fit(rows, **options, **given)
+    else:
+        found = saecli.fit(rows, **options, **given)
+    assert (found.encode(x) != 0).sum(1).float().mean().item() == pytest.approx(2, rel=0.02)
 
 
 @pytest.mark.slow

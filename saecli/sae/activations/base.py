@@ -146,14 +146,23 @@ class TargetL0(Penalty):
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """The thresholds times the factor that gives these rows the target as their L0."""
-        import torch
-
-        thresholds = parameters["threshold"].clamp(min=0)
         kept = round(self.target * len(pre))
         if not 0 < kept < pre.numel():
             return {}
-        ratios = pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)
-        return {"threshold": thresholds * between(ratios, kept).clamp(min=0)}
+        return {"threshold": scaled_to(kept, pre, parameters["threshold"].clamp(min=0))}
+
+
+def scaled_to(kept: int, pre: Tensor, thresholds: Tensor) -> Tensor:
+    """Thresholds, at least 0, times the factor that leaves so many entries of pre, (n, F), above them; where none does,
+    since more are above thresholds of 0, plus the amount that does."""
+    import torch
+
+    above = torch.where(pre > 0, torch.inf, -torch.inf)  # any multiple of 0
+    ratios = torch.where(thresholds > 0, pre / thresholds, above)
+    scaled = thresholds * between(ratios, kept).clamp(min=0)
+    if scaled.isfinite().all():
+        return scaled
+    return thresholds + between(pre - thresholds, kept)
 
 
 def between(values: Tensor, count: int) -> Tensor:

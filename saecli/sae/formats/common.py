@@ -61,7 +61,6 @@ class SavedSAE:
     scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
     processing: dict[str, Any] = field(default_factory=dict)  # options of TransformerLens' model
     remarks: tuple[str, ...] = ()  # what its user should know, each a predicate
-    warnings: tuple[str, ...] = ()  # the same, of what spoils its codes
 
     @property
     def is_transcoder(self) -> bool:
