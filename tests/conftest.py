@@ -30,6 +30,7 @@ settings.load_profile("quick")
 def pytest_configure(config: pytest.Config) -> None:
     """Small texts may end before the rows that are asked for."""
     config.addinivalue_line("filterwarnings", "ignore:the text ended after")
+    config.addinivalue_line("filterwarnings", "ignore:.* ends after .* rows; others go on")
 
 
 @pytest.fixture

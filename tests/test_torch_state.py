@@ -60,7 +60,6 @@ OF_A_MODEL: dict[str, Callable[[SimpleNamespace], Any]] = {
     "steer": lambda here: saecli.steer(here.first, 3, "Hello", scale=4.0, max_new_tokens=5),
 }
 NAMES = iter(range(1000))
-pytestmark = pytest.mark.filterwarnings("ignore:.* is above")  # as of any random SAE
 
 
 def read_anew(make: Callable[..., Any], *given: Any, **options: Any) -> np.ndarray:

@@ -61,7 +61,6 @@ def other_model(home: Path) -> None:
     saecli.read(sae, "abc", str(save_model(home / "model", "llama")))
 
 
-@pytest.mark.filterwarnings("ignore:.* is above")  # as of any random SAE
 @pytest.mark.parametrize(
     ("act", "said"),
     [

@@ -202,7 +202,7 @@ def evaluate_all(
     for entry in entries:  # which grows by what is within
         entries += [*entry.get("hook_points", ()), *entry.get("sources", ())]
     if any(entry.get("ce_recovered", 0) is None for entry in entries):
-        listener.warn(
+        listener.note(
             "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
             "clearly, so there is nothing to recover"
         )
@@ -366,7 +366,7 @@ def note_doubts(
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()
         if sentences:
             rows = counted(document["rows"], "row")
-            listener.warn(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")
+            listener.note(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")
 
 
 def together(

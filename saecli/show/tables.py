@@ -192,6 +192,15 @@ RESULTS = {
     "dead": "dead latents",
 }
 
+FIGURES = {
+    "run": "run",
+    "epochs": "epochs",
+    "steps": "steps",
+    "seconds": "seconds",
+    "train_fvu": "FVU on training rows",
+    "lr": "learning rate",
+}
+
 
 def results_table(documents: Sequence[Document], varied: Sequence[str] = ()) -> RenderableType:
     """The results of runs, documents of `sae train --json`, with the options that differ."""
@@ -229,19 +238,13 @@ def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
 
 
 def figures_table(documents: Sequence[Document]) -> RenderableType:
-    """A line per run: its steps, its other measures and its solver's figures, by their names in `--json`."""
-    names = dict.fromkeys(name for document in documents for name in document["final"])
-    shown = [name for name in names if name not in {*RESULTS, "dead_fraction", "alpha"}]
+    """A line per run: its steps, its error on the rows that it was trained on, and its learning rate; its solver's
+    figures are in `--json`."""
     lines = [
-        {
-            **dict.fromkeys(shown),
-            **document,
-            **document["final"],
-            "seconds": round(document["seconds"]),
-        }
+        document | document["final"] | {"seconds": round(document["seconds"])}
         for document in documents
     ]
-    return records_table(None, lines, ["run", "epochs", "steps", "seconds", *shown])
+    return records_table(None, lines, FIGURES)
 
 
 def _median_line(label: str, measures: Document) -> list[Any]:

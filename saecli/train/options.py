@@ -156,7 +156,9 @@ class TrainingConfig(Config):
     split_seed: Annotated[
         Seed, Shown("Seed of the choice of held-out test rows.", once=True, advanced=True)
     ] = 0
-    seed: Annotated[Seed, Shown("Seed of everything random except the order of the rows.")] = 0
+    seed: Annotated[
+        Seed, Shown("Seed of everything random except the order of the rows; of it 32 bits count.")
+    ] = 0
     shuffle_seed: Annotated[
         Seed, Shown("Seed of the order of the rows.", once=True, advanced=True)
     ] = 0

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
-from ..base.errors import ConfigError, StoreError, number
+from ..base.errors import ConfigError, StoreError, counted, number
 from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
@@ -33,6 +33,8 @@ from .options import (
 from .rows import BLOCK_ROWS
 from .start import Start
 
+OVERFITTED = 1.3  # held-out FVU over that of training rows
+ENOUGH_DOCUMENTS = 5  # held out, to measure on
 ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 NONE_KEPT_OUT = (
     "documents are too few to keep any out of training: thresholds are set, and SAEs compared, on training rows, "
@@ -301,6 +303,12 @@ def doubts_at_start(plan: Plan) -> list[str]:
             f"there are fewer training rows, {rows:,}, than dimensions, {d_in:,}: if the array has a column per row, "
             "import it with --transpose, in Python give rows.T; else train on more rows"
         )
+    documents = few_documents(plan.test_rows)
+    if plan.test_rows is not None and documents:
+        warnings.append(
+            f"test rows, {plan.test_rows.rows:,}, are of {counted(documents, 'document')}: their FVU and L0 are "
+            "noisy; use a store of more documents to compare runs by"
+        )
     keeps_out = plan.start is not None or plan.activation.is_calibrated(plan.training.sparsity)
     if keeps_out and plan.kept_out is None and plan.training.fraction <= TRAINED:
         warnings.append(NONE_KEPT_OUT)
@@ -309,6 +317,17 @@ def doubts_at_start(plan: Plan) -> list[str]:
         words = f"is all of d_sae, {d_sae}" if k == d_sae else f"is not below d_in, {d_in}"
         warnings.append(f"--k {k} {words}, so codes are not sparse; lower --k")
     return warnings
+
+
+def few_documents(rows: RowSource | None) -> int:
+    """The number of documents that stored rows are of, below `ENOUGH_DOCUMENTS`; else, or if not known, 0."""
+    documents: set[int] = set()
+    if rows is not None and rows.inputs and "document" in rows.inputs[0].store.meta.columns:
+        for numbers in rows.inputs[0].column("document", BLOCK_ROWS):
+            documents.update(numbers.tolist())
+            if len(documents) >= ENOUGH_DOCUMENTS:
+                return 0
+    return len(documents)
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
@@ -330,11 +349,12 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     if plan.is_dense:  # which is said at the start
         doubted.pop("l0", None)
     warnings = [f"{which} {words}; {advice[name]}" for name, words in doubted.items()]
-    overfitted = test["fvu"] > 1.5 * train["fvu"]
+    overfitted = test["fvu"] > OVERFITTED * train["fvu"]
     if overfitted and "fvu" not in doubted:
         warnings.append(
             f"held-out FVU {number(test['fvu'])} is far above that of training rows, "
-            f"{number(train['fvu'])}: rows are fitted by heart; train on more, or use a smaller --d-sae"
+            f"{number(train['fvu'])}, after {counted(plan.epochs, 'epoch')}: rows are fitted by heart; make a store of "
+            "more rows, or use fewer --epochs or a smaller --d-sae"
         )
     return [*plan.train_rows.warnings, *warnings]
 

@@ -74,11 +74,12 @@ class Run:
     def summary(self) -> str:
         """What is trained, for a line at the start."""
         plan = self.plan
-        tests = 0 if plan.test_rows is None else plan.test_rows.rows
+        parts = {"training": plan.train_rows, "kept out": plan.kept_out, "test": plan.test_rows}
+        rows = [f"{part.rows:,} {name}" for name, part in parts.items() if part is not None]
         words = [
             f"{plan.solver.name}, {plan.activation.name}",
             f"{plan.training.d_sae} latents on {self.stores.d_in} dimensions",
-            f"{plan.train_rows.rows:,} training and {tests:,} test rows",
+            f"rows: {', '.join(rows)}",
             f"{plan.steps:,} steps",
         ]
         if plan.training.precision != "float32":

@@ -255,7 +255,7 @@ class Solver:
 
     def draws(self, number: int, purpose: Draws) -> torch.Generator:
         seed = (self.task.training.seed * 7 + purpose) * 1_000_000_007 + number
-        return torch.Generator().manual_seed(seed % 2**63)
+        return torch.Generator().manual_seed(seed % 2**32)  # the CPU's generator takes no more bits
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume; called by all processes together."""

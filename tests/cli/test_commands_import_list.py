@@ -220,7 +220,6 @@ def test_import_drops_outliers_and_says_so(sae: CommandLine, tmp_path):
         assert "made from something else" in sae(*words[:2], *other).err
 
 
-@pytest.mark.filterwarnings("ignore:.* is above")  # of few rows
 def test_a_store_outside_the_home_is_trained_on_and_found_again(sae: CommandLine, tmp_path: Path):
     make_store(tmp_path / "other", "rows", some_rows(300))
     folder = tmp_path / "other" / "activations" / "rows"

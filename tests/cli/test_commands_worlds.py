@@ -129,7 +129,6 @@ def test_a_world_is_resumed_from_its_file(tmp_path):
     np.testing.assert_allclose(got[2048:], expected[2048:] + 1, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.* is above")  # as of any random SAE
 def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     sae("import", "synthetic", *SMALL)
     make_run(sae.home, "run", perfect(world_of(CONFIG)), data="synthetic")

@@ -246,7 +246,6 @@ def test_a_model_is_itself_again_after_an_error_and_after_one_in_a_pass(llama: A
         assert not any(module._forward_hooks for module in llama.modules())
 
 
-@pytest.mark.filterwarnings("ignore:.* is above")  # as of any random SAE
 @torch.no_grad()
 def test_the_cross_entropy_is_that_of_sae_eval(sae: CommandLine):
     extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 1500 --dtype float32 --name docs"

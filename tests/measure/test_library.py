@@ -46,7 +46,6 @@ def test_a_measurement_is_the_json_of_its_command(
     assert tuple(capsys.readouterr()) == ("", "")
 
 
-@pytest.mark.filterwarnings("ignore:.* is above")  # as of any random SAE
 @pytest.mark.parametrize("act", [TopK(3), Relu()], ids=lambda act: act.name)
 def test_strides_of_an_sae_change_no_bit_of_its_measures(act: Activation) -> None:
     for d_in in (D, 24):
@@ -60,7 +59,6 @@ def test_strides_of_an_sae_change_no_bit_of_its_measures(act: Activation) -> Non
     assert all(tensor.is_contiguous() for tensor in fitted.tensors().values())
 
 
-@pytest.mark.filterwarnings("ignore:.* is above")  # as of any random SAE
 def test_several_saes_are_compared_as_by_the_command(sae: CommandLine, home: Path) -> None:
     result = saecli.evaluate(["first", "second"], home=home)
     assert result == sae("eval", "first", "second", "--json").json["runs"]

@@ -69,7 +69,7 @@ def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: Comman
     assert "rows: 1 of 300 rows have over 10 times the median norm" in done.err
     (warning,) = done.json["warnings"]
     assert re.match(
-        "held-out FVU .* is far above that of training rows, .*: rows are fitted", warning
+        "held-out FVU .* is far above that of training rows, .*, after 125 epochs: rows", warning
     )
 
 
@@ -210,9 +210,11 @@ def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solv
     assert head == ["run", "data", "d_sae", "FVU", "L0", "dead latents"]
     assert line[:5] == ["run", "rows", "24", f"{final['test_fvu']:.4g}", f"{final['test_l0']:.4g}"]
     shown = dict(zip(names, figures, strict=True))
-    assert shown["lr"] == f"{final['lr']:.4g}"
+    assert shown["learning rate"] == f"{final['lr']:.4g}"
+    assert shown["FVU on training rows"] == f"{final['train_fvu']:.4g}"
+    assert names == ["run", "epochs", "steps", "seconds", "FVU on training rows", "learning rate"]
     solves = solver == "pam-sgd"
-    assert ("relative alpha" in shown) == solves == bool(result["decoder_steps"])
+    assert ("relative_alpha" in final) == solves == bool(result["decoder_steps"])
     folder = sae.home / "runs" / "run"
     assert done.out.endswith(f"saved in {folder}; loss.png there has its curves\n")
 

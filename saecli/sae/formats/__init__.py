@@ -285,7 +285,8 @@ def load(
     if isinstance(saved.sae.activation, BatchTopK) and name != "native":
         threshold = saved.sae.activation_parameters["threshold"].item()
         if threshold <= 0:
-            return replace(saved, remarks=(UNSET.format(threshold, saved.sae.k),))
+            unset = UNSET.format(threshold, saved.sae.k)
+            return replace(saved, remarks=(*saved.remarks, unset))
     return saved
 
 
