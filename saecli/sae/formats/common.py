@@ -287,6 +287,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
         path.open("rb") as file,  # which NumPy leaves open if it is damaged
         np.load(file, allow_pickle=False) as arrays,
     ):
+        check_memory(str(path), sum(member.file_size for member in arrays.zip.infolist()), TO_FIT)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
