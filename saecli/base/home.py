@@ -39,7 +39,8 @@ def checked_name(name: str, what: str = "--name") -> str:
     )
 
 
-def _natural_order(name: str) -> list[int | str]:
+def natural_order(name: str) -> list[int | str]:
+    """A key that sorts names with the numbers in them: layer 2 before layer 10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -108,7 +109,7 @@ class Shelf:
             matches = matches_of(names, word) if is_pattern else [word]
             if not matches:
                 raise self.error(f"no {self.noun} matches {word!r}; {self.instead_of(word)}")
-            chosen += sorted(matches, key=_natural_order)
+            chosen += sorted(matches, key=natural_order)
         return list(dict.fromkeys(chosen))
 
     def instead_of(self, name: str) -> str:

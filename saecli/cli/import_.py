@@ -11,12 +11,13 @@ from .options import Json, configured, start
 def command(
     ctx: typer.Context,
     file: Annotated[
-        str,
+        list[str],
         typer.Argument(
             metavar="FILE",
-            help="A file (.npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with "
-            ".gz); digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, "
-            "each less its mean; synthetic: rows made of known features.",
+            help="Files, a folder of them, or a pattern in quotes ('acts/*.npy'): .npy, .npz, .safetensors, "
+            ".index.json, .pt, .pth, .h5, .hdf5, .parquet, .idx or idx3-ubyte (also with .gz), raw .bin, .raw or .dat; "
+            "digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, each "
+            "less its mean; synthetic: rows made of known features.",
         ),
     ],
     options: dict[str, Any],
@@ -27,8 +28,13 @@ def command(
 ) -> None:
     """Store an array, or synthetic rows made of known features.
 
-    An array of more than two dimensions needs --flatten. Nothing in the file is executed, and no other file that it
-    names is opened. The same command again resumes an interrupted import, and does nothing for a finished one.
+    Nothing in a file is executed, and no other file that it names is opened, but for those next to an index.json. The
+    same command again resumes an interrupted import, and does nothing for a finished one.
+
+    Files of rows follow each other: 'acts/*.npy'. One of several arrays: acts.h5 --key layer_6. All of
+    them: acts.safetensors.index.json --key '*'. A column of lists: acts.parquet --key activation. Padded batches:
+    batch.npz --flatten positions --mask attention_mask. One layer of (tokens, layers, width): vllm/ --index ':,2'.
+    Raw binary: acts.bin --shape -1,768 --dtype bfloat16.
 
     For synthetic rows, `sae eval` reports which known features an SAE has found. Their structure is SynthSAEBench's
     (arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
@@ -40,7 +46,8 @@ def command(
     from ..store.opening import stores_document
 
     session = start(ctx)
-    importer = import_synthetic if is_world(file) else partial(import_array, file)
+    is_synthetic = len(file) == 1 and is_world(file[0])
+    importer = import_synthetic if is_synthetic else partial(import_array, file)
     store = importer(name=name, home=session.home.path, progress=session.console, **options)
     document = stores_document([store])
     session.console.print_result(document, *stored_tables(document))

@@ -2,6 +2,8 @@
 
 A format is one function, which lists a file's arrays by key ("" for the only one), and one line in `ARRAY_FORMATS`.
 
+A source is the rows of one array or more.
+
 Legend: R rows, F features.
 """
 
@@ -12,22 +14,24 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import safe_open
 
+from ..base.documents import read_json
 from ..base.errors import FormatError, size_words
 from ..base.machine import available_memory
-from .options import StoredDtype
+from .options import ImportConfig, StoredDtype
 
 if TYPE_CHECKING:
     import h5py
+    from pyarrow.parquet import ParquetFile
 
 BLOCK_BYTES = 16 << 20
 ROW_NUMBERS = r"bool|uint8|b?float\d+"  # as activations and images have them
@@ -40,48 +44,123 @@ CHUNK_CACHE_BYTES = 64 << 20  # of an HDF5 dataset, whose rows may be read a chu
 class Array:
     shape: tuple[int, ...]
     dtype: str
-    # Some elements of the first dimension, or by () all, in a form that NumPy can convert to float32.
-    read: Callable[[slice | tuple[()]], Any]
+    # Elements of the first dimension, or another part, in a form that NumPy can convert to float32.
+    read: Callable[[Any], Any]
     # How files of this format are flattened by default; None if either way may be meant.
     flatten: str | None = None
+    in_list: bool = False  # one of a list of tensors, whose rows follow each other
 
 
 Arrays = dict[str, Callable[[], Array]]
 
 
 @dataclass(frozen=True)
-class ArraySource:
+class Part:
+    """The rows of one array, opened when read: there may be more files than a process can have open."""
+
+    name: str  # in messages
     shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
-    dtype: StoredDtype  # which loses least: float16 or bfloat16 if the array's own, else float32
-    read: Callable[[slice | tuple[()]], Any]  # as in `Array`
-    documents: np.ndarray | None = None  # (rows,) int64
+    dtype: str
+    open: Callable[[], dict[str, Array]]  # "rows", and of the same positions "mask" and columns
+    beside: tuple[str, ...] = ()  # names of these
 
     @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
 
     @property
+    def kind(self) -> str:
+        """What rows that follow each other have in common."""
+        beside = "".join(f" and {name}" for name in self.beside)
+        return f"{len(self.shape)} axes of {self.dtype}, {self.shape[-1]:,} dimensions{beside}"
+
+    def values(self, arrays: Mapping[str, Array], elements: slice) -> dict[str, np.ndarray]:
+        """What `open` returned, of some elements: (R, F) float32 and (R,)."""
+        values = {}
+        for name, array in arrays.items():
+            shape = (-1, self.shape[-1]) if name == "rows" else (-1,)
+            kind = np.float32 if name in ("rows", "mask") else np.int64
+            # Overflow gives infinities; the store drops and counts such rows. A view would keep its file open.
+            with naming(self.name), np.errstate(over="ignore"):
+                values[name] = np.array(array.read(elements), kind, order="C").reshape(shape)
+        if not np.isin(values.get("mask", 0), (0, 1)).all():
+            raise FormatError(
+                f"cannot import {self.name}: expected a --mask of 0 and 1, or of truth values, got others; choose "
+                "another array"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Rows of arrays, one after another; `by_part` if each array is a document."""
+
+    parts: Sequence[Part]
+    files: Sequence[Path] = ()
+    by_part: bool = False
+    likely_mask: str | None = None  # an array that may be the mask, if none is given
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
     def features(self) -> int:
-        return self.shape[-1]
+        return self.parts[0].shape[-1]
 
-    def columns(self, begin: int, end: int) -> dict[str, np.ndarray]:
-        """The stored columns of rows `begin` to `end`, (R,) integers each."""
-        if self.documents is not None:
-            return {"document": self.documents[begin:end]}
-        if len(self.shape) == 2:
-            return {}
-        documents, positions = np.divmod(np.arange(begin, end), self.rows // self.shape[0])
-        return {"document": documents, "position": positions}
+    @property
+    def dtype(self) -> StoredDtype:
+        """The precision that loses least: float16 or bfloat16 if the arrays' own, else float32."""
+        own_types: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
+        return own_types.get(self.parts[0].dtype, "float32")
 
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows from `start` on, in blocks of about 16 MiB, or of one document: the number of the first row, and
-        (R, F) float32."""
-        unit = self.rows // self.shape[0]  # rows per element of the first dimension
-        step = max(1, BLOCK_BYTES // (4 * self.features * unit))
-        for element in range(start // unit, self.shape[0], step):
-            block = np.ascontiguousarray(self.read(slice(element, element + step)), np.float32)
-            row = element * unit
-            yield max(row, start), block.reshape(-1, self.features)[max(0, start - row) :]
+    @property
+    def columns(self) -> tuple[str, ...]:
+        given = [name for name in self.parts[0].beside if name != "mask"]
+        has_documents = self.by_part or len(self.parts[0].shape) > 2
+        return (*(("document", "position") if has_documents else ()), *given)
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Values from row `start` on, in blocks of about 16 MiB, or of one document: the first row's number; "rows",
+        (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store."""
+        most = BLOCK_BYTES // (4 * self.features)
+        held: list[dict[str, np.ndarray]] = []
+        begin = rows = 0  # of the values held
+        for first, values in self._pieces(start, most):
+            if held and rows + len(values["rows"]) > most:
+                yield begin, _joined(held)
+                held, rows = [], 0
+            begin = begin if held else first
+            held.append(values)
+            rows += len(values["rows"])
+        yield begin, _joined(held)
+
+    def _pieces(self, start: int, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """As `blocks`, each of one part, and of at most so many rows."""
+        columns, begin, documents = self.columns, 0, 0
+        for number, part in enumerate(self.parts):
+            unit = part.rows // part.shape[0]  # rows per element of the first dimension
+            step = max(1, most // unit)
+            elements = range(max(0, start - begin) // unit, part.shape[0], step)
+            arrays = part.open() if elements else {}
+            for element in elements:
+                values = part.values(arrays, slice(element, element + step))
+                rows = element * unit + np.arange(len(values["rows"]))
+                if "document" in columns and "document" not in values:
+                    own = np.full_like(rows, number) if self.by_part else documents + rows // unit
+                    values |= {"document": own, "position": rows if self.by_part else rows % unit}
+                skipped = max(0, start - begin - element * unit)
+                yield (
+                    begin + element * unit + skipped,
+                    {name: column[skipped:] for name, column in values.items()},
+                )
+            begin, documents = begin + part.rows, documents + part.shape[0]
+
+
+def _joined(held: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if len(held) == 1:
+        return held[0]
+    return {name: np.concatenate([values[name] for values in held]) for name in held[0]}
 
 
 @contextmanager
@@ -129,36 +208,40 @@ def _of_numpy(values: np.ndarray) -> Array:
     return Array(values.shape, values.dtype.name, values.__getitem__)
 
 
-def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
+def _of_torch(shape: tuple[int, ...], tensor: Any, in_list: bool = False) -> Array:
     """A tensor, or a slice of a safetensors file; bfloat16, which NumPy lacks, is read as float32."""
     kind = tensor if hasattr(tensor, "dtype") else tensor[0:0]
     dtype = str(kind.dtype).removeprefix("torch.")
 
-    def read(elements: slice | tuple[()]) -> np.ndarray:
-        part = tensor[elements]
+    def read(index: Any) -> np.ndarray:
+        part = tensor[index]
         return (part.float() if dtype == "bfloat16" else part).numpy(force=True)
 
-    return Array(shape, dtype, read)
+    return Array(shape, dtype, read, in_list=in_list)
 
 
-def list_numpy(path: Path) -> Arrays:
+def _list_numpy(path: Path, _: ImportConfig) -> Arrays:
     """The arrays of an .npz archive, by name, each read whole when opened; or the mapped one of an .npy file."""
     with path.open("rb") as file:
-        if file.read(2) == b"PK":
-            zipfile.ZipFile(file).close()  # of a damaged one NumPy would leave the file open
-    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        return {"": lambda: _of_numpy(loaded)}
-    loaded.close()
+        if file.read(2) != b"PK":
+            loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+            return {"": lambda: _of_numpy(loaded)}
+    with zipfile.ZipFile(path) as members:
+        sizes = {member.filename: member.file_size for member in members.infolist()}
+    if {"format.npy", "shape.npy", "data.npy"} <= sizes.keys():
+        raise FormatError(
+            f"cannot import {path}: it is a sparse matrix of SciPy; save `x.toarray()`"
+        )
 
-    def load(key: str) -> Array:
+    def load(name: str) -> Array:
+        check_memory(str(path), sizes[name])
         with np.load(path, allow_pickle=False) as archive:
-            return _of_numpy(archive[key])
+            return _of_numpy(archive[name])
 
-    return {key: partial(load, key) for key in loaded.files}
+    return {name.removesuffix(".npy"): partial(load, name) for name in sizes}
 
 
-def _list_safetensors(path: Path) -> Arrays:
+def _list_safetensors(path: Path, _: ImportConfig) -> Arrays:
     def describe(key: str) -> Array:
         part = file.get_slice(key)
         shape = tuple(part.get_shape())
@@ -168,21 +251,49 @@ def _list_safetensors(path: Path) -> Arrays:
     return {key: partial(describe, key) for key in file.keys()}  # noqa: SIM118 - it is not iterable
 
 
-def _list_torch(path: Path) -> Arrays:
+def files_named_in(index: Path) -> dict[str, Path]:
+    """The safetensors file of each tensor that an index names; ValueError for a path."""
+    files = read_json(index, dict[str, dict[str, Any]])["weight_map"]
+    return {key: index.with_name(file) for key, file in files.items()}
+
+
+def list_index(path: Path, config: ImportConfig) -> Arrays:
+    """The tensors of several safetensors files."""
+
+    def describe(key: str, file: Path) -> Array:
+        with naming(str(file)):
+            return _list_safetensors(file, config)[key]()
+
+    return {key: partial(describe, key, file) for key, file in files_named_in(path).items()}
+
+
+def _list_torch(path: Path, _: ImportConfig) -> Arrays:
     import torch
 
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
+            if value.is_nested or value.layout != torch.strided:
+                raise _not_dense(path, "nested" if value.is_nested else str(value.layout))
             yield key, value.detach()
         elif isinstance(value, Mapping | list | tuple):
             entries = value if isinstance(value, Mapping) else dict(enumerate(value))
             for name, entry in entries.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
+    loaded = load_torch(path)
+    # Not of a tuple, as transformers returns the layers' hidden states.
+    in_list = isinstance(loaded, list)
     return {
-        key: partial(_of_torch, tuple(tensor.shape), tensor)
-        for key, tensor in tensors(load_torch(path), "")
+        key: partial(_of_torch, tuple(tensor.shape), tensor, in_list)
+        for key, tensor in tensors(loaded, "")
     }
+
+
+def _not_dense(path: Path, kind: str) -> FormatError:
+    remedy = "a list of its tensors, `list(x.unbind())`" if kind == "nested" else "`x.to_dense()`"
+    return FormatError(
+        f"cannot import {path}: expected dense tensors, got a {kind} one; save {remedy}"
+    )
 
 
 def load_torch(path: Path) -> Any:
@@ -194,6 +305,8 @@ def load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
+        if "nested jagged" in str(error):
+            raise _not_dense(path, "nested") from error
         raise FormatError(
             f"cannot read {path}: it is damaged, or holds other Python objects than tensors, which are not "
             "loaded as they could run code; check that the file is whole and of this format, or save the "
@@ -201,24 +314,97 @@ def load_torch(path: Path) -> Any:
         ) from error
 
 
-def _list_idx(path: Path) -> Arrays:
+def _list_idx(path: Path, _: ImportConfig) -> Arrays:
     """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian."""
-    content = path.read_bytes()
-    if path.suffix.lower() == ".gz":
-        content = gzip.decompress(content)
-    kind = IDX_TYPES.get(int.from_bytes(content[:3]))  # two zeros, and the type
-    if kind is None or len(content) < 4:
-        raise FormatError(
-            f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
-            f"{list(content[:4])}; check that the file is of this format"
-        )
-    dimensions = content[3]
-    shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    values = np.frombuffer(content, kind, offset=4 + 4 * dimensions).reshape(shape)
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with opened(path, "rb") as file:
+        head = file.read(4)
+        kind = IDX_TYPES.get(int.from_bytes(head[:3]))  # two zeros, and the type
+        if kind is None or len(head) < 4:
+            raise FormatError(
+                f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
+                f"{list(head)}; check that the file is of this format"
+            )
+        shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
+        size = math.prod(shape) * np.dtype(kind).itemsize
+        check_memory(str(path), size)
+        values = np.frombuffer(file.read(size), kind).reshape(shape)
     return {"": lambda: replace(_of_numpy(values), flatten="features")}
 
 
-def list_hdf5(path: Path) -> Arrays:
+def _list_raw(path: Path, config: ImportConfig) -> Arrays:
+    """Numbers alone, as of NumPy's tofile; the machine's own byte order."""
+    import torch
+
+    given = config.shape or ""
+    if not (config.dtype and re.fullmatch(r"(-1|[1-9]\d*)(,[1-9]\d*)+", given)):
+        raise FormatError(
+            f"{path} holds numbers alone: give their shape and type, such as --shape -1,768 --dtype float32"
+        )
+    kind, size = getattr(torch, config.dtype), path.stat().st_size
+    shape = tuple(map(int, given.split(",")))
+    width = kind.itemsize * math.prod(shape[1:])
+    if size == 0 or size % width or shape[0] not in (-1, size // width):
+        raise FormatError(
+            f"cannot read {path}: expected {given} numbers of {config.dtype}, {width:,} bytes for each "
+            f"of the first dimension, got {size:,} bytes; check --shape and --dtype"
+        )
+    shape = (size // width, *shape[1:])
+    tensor = torch.from_file(str(path), size=math.prod(shape), dtype=kind)
+    return {"": partial(_of_torch, shape, tensor.reshape(shape))}
+
+
+def _list_parquet(path: Path, _: ImportConfig) -> Arrays:
+    """The columns of numbers, or of lists of them."""
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    arrays: Arrays = {}
+    for field in file.schema_arrow:
+        kind = getattr(field.type, "value_type", field.type)
+        if re.fullmatch(r"bool|u?int\d+|halffloat|float|double", str(kind)):
+            arrays[field.name] = partial(_of_parquet, path, file, field.name)
+    return arrays
+
+
+def _of_parquet(path: Path, file: "ParquetFile", column: str) -> Array:
+    """A column's numbers, or its lists as rows; one row group is read at a time."""
+    from pyarrow import compute
+
+    counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    starts = [0, *np.cumsum(counts).tolist()]
+
+    @lru_cache(maxsize=1)
+    def group(number: int) -> np.ndarray:
+        size = file.metadata.row_group(number).total_byte_size
+        check_memory(str(path), 3 * size, "write it in smaller row groups")
+        cells = file.read_row_group(number, columns=[column]).column(0)
+        numbers, shape = cells, [len(cells)]
+        if hasattr(cells.type, "value_type"):
+            numbers = compute.list_flatten(cells)
+            shape += compute.list_value_length(cells).unique().to_pylist()
+        if numbers.null_count or len(shape) > 2 or None in shape:
+            raise FormatError(
+                f"cannot import {path}: expected numbers in each row of {column}, or lists of one length, got "
+                "others; drop these rows"
+            )
+        return numbers.to_numpy().reshape(shape)
+
+    def read(index: Any) -> np.ndarray:
+        elements, *others = index if isinstance(index, tuple) else (index,)
+        begin, end, _ = elements.indices(starts[-1])
+        taken = [
+            group(number)[max(0, begin - start) : end - start]
+            for number, start in enumerate(starts[:-1])
+            if begin < starts[number + 1] and start < end
+        ]
+        return np.concatenate(taken)[(slice(None), *others)]
+
+    first = group(0)
+    return Array((starts[-1], *first.shape[1:]), first.dtype.name, read)
+
+
+def _list_hdf5(path: Path, _: ImportConfig) -> Arrays:
     """The datasets of a file; links to others are none of them."""
     import h5py
 
@@ -245,6 +431,9 @@ def _of_hdf5(path: Path, dataset: "h5py.Dataset") -> Array:
     elif _is_partly_written(dataset):
         problem = "was not written in full; write the rest, or cut it to what is there"
     else:
+        if dataset.chunks:
+            chunk = math.prod(dataset.chunks) * dataset.dtype.itemsize
+            check_memory(str(path), chunk, "write it in smaller chunks")
         # A store's bfloat16 is a float of two bytes that h5py gives as float32.
         is_bfloat16 = dataset.dtype == np.float32 and dataset.id.get_type().get_size() == 2
         dtype = "bfloat16" if is_bfloat16 else dataset.dtype.name
@@ -262,22 +451,35 @@ def _is_partly_written(dataset: "h5py.Dataset") -> bool:
 
 
 # By the end of the lower-case file name.
-ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
-    r"\.np[yz]$": list_numpy,
+ARRAY_FORMATS: dict[str, Callable[[Path, ImportConfig], Arrays]] = {
+    r"\.np[yz]$": _list_numpy,
     r"\.safetensors$": _list_safetensors,
+    r"\.index\.json$": list_index,
     r"\.(pt|pth)$": _list_torch,
-    r"\.(h5|hdf5)$": list_hdf5,
+    r"\.(h5|hdf5)$": _list_hdf5,
+    r"\.parquet$": _list_parquet,
     r"[.-]idx(\d-\w+)?(\.gz)?$": _list_idx,
+    r"\.(bin|raw|dat)$": _list_raw,
 }
-SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz"
+SUFFIXES = (
+    ".npy, .npz, .safetensors, .safetensors.index.json, .pt, .pth, .h5, .hdf5, .parquet, .idx or idx3-ubyte, "
+    "the last two also with .gz, or of raw binary .bin, .raw or .dat"
+)
 
 
-def list_arrays(path: Path) -> Arrays:
+def format_of(path: Path) -> Callable[[Path, ImportConfig], Arrays] | None:
+    name = path.name.lower()
+    return next((lister for end, lister in ARRAY_FORMATS.items() if re.search(end, name)), None)
+
+
+def list_arrays(path: Path, config: ImportConfig) -> Arrays:
     path.open("rb").close()  # so that the system's errors are reported as such
-    for pattern, lister in ARRAY_FORMATS.items():
-        if re.search(pattern, path.name.lower()):
-            return lister(path)
-    raise FormatError(
-        f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
-        f"got {path.name}"
-    )
+    lister = format_of(path)
+    if lister is None:
+        raise FormatError(
+            f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
+            f"got {path.name}"
+        )
+    if config.shape and lister is not _list_raw:
+        raise FormatError(f"--shape does nothing with {path}, which records its own; leave it out")
+    return lister(path, config)

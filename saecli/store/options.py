@@ -8,6 +8,7 @@ from annotated_types import Ge, Le, Lt
 from ..base.options import Config, Count, Positive, Seed, Shown
 
 StoredDtype = Literal["float32", "float16", "bfloat16"]  # see `values.py`
+FileDtype = Literal["float32", "float16", "bfloat16", "float64", "uint8"]  # of raw binary
 MAX_NORM_HELP = (
     "Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
     "about 16,000 rows, or 16 MiB of an imported file), which the store records; as dictionary_learning "
@@ -17,11 +18,20 @@ MAX_NORM_HELP = (
 
 @dataclass(frozen=True)
 class ImportConfig(Config):
-    """The options that determine the rows of an import, in addition to the file."""
+    """The options that determine the rows of an import, in addition to the files."""
 
     panel: ClassVar[str] = "Rows"
 
-    key: Annotated[str | None, Shown("Which array of the file; needed if it holds several.")] = None
+    key: Annotated[
+        str | None,
+        Shown(
+            "Which array of a file; needed if several may be meant. A pattern such as '*' takes all that "
+            "match, in the order of the numbers in their keys."
+        ),
+    ] = None
+    index: Annotated[
+        str | None, Shown("The part of the array, as in NumPy's brackets: ':,6' is x[:, 6].")
+    ] = None
     flatten: Annotated[
         Literal["positions", "features"] | None,
         Shown(
@@ -31,12 +41,20 @@ class ImportConfig(Config):
             "Default: features for idx files, others are refused."
         ),
     ] = None
+    transpose: Annotated[bool, Shown("Take the columns of a matrix as rows.")] = False
+    mask: Annotated[
+        str | None, Shown("Leave out positions where this array is 0, such as attention_mask.")
+    ] = None
+    drop_zeros: Annotated[bool, Shown("Leave out rows that are all 0.")] = False
     max_norm_multiple: Annotated[float | None, Ge(1), Shown(MAX_NORM_HELP)] = None
+    shape: Annotated[
+        str | None, Shown("Shape of raw binary: 1000,768, or -1,768 for all of a file.")
+    ] = None
     dtype: Annotated[
-        StoredDtype | None,
+        FileDtype | None,
         Shown(
             "Precision of the stored rows; default: the file's own if it is float16 or "
-            "bfloat16, else float32."
+            "bfloat16, else float32. Of raw binary the type of its numbers, float64 and uint8 too."
         ),
     ] = None
     shard_rows: Annotated[

@@ -57,6 +57,40 @@ def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_pat
     np.testing.assert_array_equal(stored(sae, "a"), rows)
 
 
+def test_import_of_many_files_as_a_shell_and_as_a_pattern_name_them(sae, tmp_path):
+    folder, rows = tmp_path / "acts", np.random.default_rng(0).standard_normal((36, 4), np.float32)
+    folder.mkdir()
+    for number in range(12):
+        np.save(folder / f"{number}.npy", rows[3 * number :][:3])
+    done = sae("import", folder / "*.npy", "--json")
+    assert (done.json["name"], done.json["source"]["file"]) == ("acts", "0.npy and 11 more")
+    assert "12 arrays; whole arrays are held out as test rows" in done.err
+    np.testing.assert_array_equal(stored(sae, "acts"), rows)
+    assert sae("import", folder, "--json").json["cached"] is True
+    expanded = sorted(folder.glob("*.npy"), key=str)  # 10 before 9, as a shell does
+    sae("import", *expanded).fails(1, "made from something else")
+    assert sae("import", *expanded, "--name", "other", "--json").json["rows"] == 36
+    np.save(folder / "10.npy", rows[:3, :3])
+    sae("import", folder / "*.npy").fails(1, "10.npy", "4 dimensions, got 2 axes of float32, 3")
+
+
+def test_import_warns_of_rows_that_may_be_no_activations(sae, tmp_path):
+    rows = np.ones((20, 6, 4), np.float32)
+    rows[:, 4:] = 0
+    np.savez(tmp_path / "a.npz", x=rows, attention_mask=rows[:, :, 0].astype(int), n=[3])
+    words = ["import", tmp_path / "a.npz", "--flatten", "positions"]
+    done = sae(*words, "--json")
+    assert (done.json["rows"], done.json["dropped"]) == (120, {})
+    for said in ("add --mask attention_mask", "40 of 120 rows are all 0", "--drop-zeros"):
+        assert said in done.err
+    for option, reason in (
+        (["--mask", "attention_mask"], "masked"),
+        (["--drop-zeros"], "all_zero"),
+    ):
+        kept = sae(*words, *option, "--name", reason, "--json")
+        assert (kept.json["rows"], kept.json["dropped"]) == (80, {reason: 40})
+
+
 def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
     rows = np.ones((40, 3))
     rows[7] = np.nan

@@ -22,8 +22,9 @@ from storing import collect, make_store
 
 from saecli.base.errors import ConfigError, FormatError
 from saecli.store import arrays as array
-from saecli.store.arrays import ArraySource
-from saecli.store.importing import open_array
+from saecli.store.array_files import open_array
+from saecli.store.arrays import Array, ArraySource, Part
+from saecli.store.options import ImportConfig
 from saecli.store.reader import ActivationStore
 from saecli.train.rows import ArrayRows
 
@@ -71,8 +72,17 @@ WRITERS = {
 }
 
 
+def opened(path, key=None, **options):
+    return open_array(str(path), ImportConfig(key=key, **options))
+
+
+def values_of(source, start=0):
+    blocks = [values for _, values in source.blocks(start)]
+    return {name: np.concatenate([values[name] for values in blocks]) for name in blocks[0]}
+
+
 def rows_of(source, start=0):
-    return np.concatenate([block for _, block in source.blocks(start)])
+    return values_of(source, start)["rows"]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "a.hdf5"])  # which is as a.h5
@@ -81,15 +91,17 @@ def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch
     monkeypatch.setattr(array, "BLOCK_BYTES", 7 * 12 * 4)
     values = (ROWS * 40 + 100).astype(dtype)
     WRITERS[name](tmp_path / name, values)
-    source = open_array(str(tmp_path / name), flatten="features")
+    source = opened(tmp_path / name, flatten="features")
     assert (source.rows, source.features, source.dtype) == (50, 12, "float32")
     expected = values.astype(np.float32).reshape(50, 12)
     np.testing.assert_array_equal(rows_of(source), expected)
     np.testing.assert_array_equal(rows_of(source, 13), expected[13:])
     assert [begin for begin, _ in source.blocks()] == list(range(0, 50, 7))
-    positions = open_array(str(tmp_path / name), flatten="positions")
+    positions = opened(tmp_path / name, flatten="positions")
     np.testing.assert_array_equal(rows_of(positions), values.astype(np.float32).reshape(150, 4))
-    assert (positions.columns(4, 5)["document"], positions.columns(4, 5)["position"]) == ([1], [1])
+    values = values_of(positions)
+    np.testing.assert_array_equal(values["document"], np.repeat(np.arange(50), 3))
+    np.testing.assert_array_equal(values["position"], np.tile(np.arange(3), 50))
 
 
 def test_half_precision_is_kept(tmp_path):
@@ -100,13 +112,13 @@ def test_half_precision_is_kept(tmp_path):
     shard = next((tmp_path / "s" / "shards").iterdir())
     files = {tmp_path / "a.safetensors": None, tmp_path / "a.pt": None, shard: "activations"}
     for path, key in files.items():
-        source = open_array(str(path), key)
+        source = opened(path, key)
         assert source.dtype == "bfloat16"
         np.testing.assert_array_equal(rows_of(source), tensor.float().numpy())
     rows = collect(stored.split("all").sequential(50))
     np.testing.assert_array_equal(rows, tensor.float().numpy())
     np.save(tmp_path / "a.npy", ROWS[:, 0].astype(np.float16))
-    assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
+    assert opened(tmp_path / "a.npy").dtype == "float16"
 
 
 @pytest.mark.parametrize("dtype", ["<i4", "<i8", "<u4", "|i1"])
@@ -114,7 +126,7 @@ def test_integers_are_no_rows(tmp_path, dtype):
     ids = np.random.default_rng(0).integers(0, 100, (50, 12)).astype(dtype)
     np.save(tmp_path / "a.npy", ids)
     with pytest.raises(FormatError, match="convert them to float32"):
-        open_array(str(tmp_path / "a.npy"))
+        opened(tmp_path / "a.npy")
     for rows in (ids, np.zeros((5, 2), "V2")):
         with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
             ArrayRows(rows)
@@ -122,16 +134,16 @@ def test_integers_are_no_rows(tmp_path, dtype):
 
 def test_fortran_order_and_truth_values(tmp_path):
     np.save(tmp_path / "a.npy", np.asfortranarray(ROWS[:, 0]))
-    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npy"))), ROWS[:, 0])
+    np.testing.assert_array_equal(rows_of(opened(tmp_path / "a.npy")), ROWS[:, 0])
     np.save(tmp_path / "b.npy", ROWS[:, 0] > 0)
-    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
+    np.testing.assert_array_equal(rows_of(opened(tmp_path / "b.npy")), ROWS[:, 0] > 0)
 
 
 def test_patches_are_centred_and_of_separate_squares():
     source = open_array("patches")
     rows = rows_of(source)
     assert rows.shape == (4160, 256)
-    np.testing.assert_array_equal(source.documents, np.repeat(np.arange(520), 8))
+    np.testing.assert_array_equal(values_of(source)["document"], np.repeat(np.arange(520), 8))
     np.testing.assert_allclose(rows.mean(1), 0, atol=1e-4)
     norms = np.linalg.norm(rows, axis=1)
     assert 0 < 100 * norms.min() < norms.max()
@@ -148,9 +160,9 @@ def test_key_chooses_among_several_arrays(tmp_path):
     values = {"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}
     torch.save(values, tmp_path / "a.pt")
     torch.save([values["x"], (values["deep"]["y"],)], tmp_path / "b.pt")
-    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
-    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
-    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.pt"), "1.0")), FLAT)
+    np.testing.assert_array_equal(rows_of(opened(tmp_path / "a.npz", "y")), -FLAT)
+    np.testing.assert_array_equal(rows_of(opened(tmp_path / "a.pt", "deep.y")), FLAT)
+    np.testing.assert_array_equal(rows_of(opened(tmp_path / "b.pt", "1.0")), FLAT)
 
 
 SHAPE = r"expected rows in an array of shape \(rows, features\) or with more dimensions, got shape "
@@ -179,7 +191,7 @@ def test_what_is_no_array_of_rows_is_refused(tmp_path, case):
     else:
         np.savez(path, **arrays)
     with pytest.raises(FormatError, match=said):
-        open_array(str(path), key)
+        opened(path, key)
 
 
 class Opened:
@@ -200,7 +212,7 @@ PICKLED = {
 def test_pickled_objects_are_refused_never_run_and_not_advised(tmp_path, capsys, name):
     PICKLED[name](tmp_path / name)
     with pytest.raises(FormatError, match=f"cannot (read|import) .*{name}") as caught:
-        open_array(str(tmp_path / name), "x" if name == "a.npz" else None)
+        opened(tmp_path / name, "x" if name == "a.npz" else None)
     assert "weights_only" not in str(caught.value) and not capsys.readouterr().out
 
 
@@ -208,7 +220,7 @@ def test_pickled_objects_are_refused_never_run_and_not_advised(tmp_path, capsys,
 def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
     with pytest.raises(FormatError, match=f"cannot read .*{name}: .*check that the file is"):
-        open_array(str(tmp_path / name))
+        opened(tmp_path / name)
 
 
 def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path):
@@ -217,12 +229,12 @@ def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path
     for name, said in (
         ("a.csv", r"expected a name that ends in \.npy, .*got a\.csv"),
         ("b.npy", r"there is no file .*b\.npy"),
-        ("folder.npy", r"cannot read .*folder\.npy: Is a directory"),
+        ("folder.npy", r"folder\.npy: expected files of arrays, got none"),
     ):
         with pytest.raises(FormatError, match=said):
-            open_array(str(tmp_path / name))
+            opened(tmp_path / name)
     with pytest.raises(FormatError, match="leave out --key"):
-        open_array("digits", key="x")
+        opened("digits", key="x")
 
 
 # Batch, position, width.
@@ -234,12 +246,11 @@ DEEP = ACTS.reshape(5, 4, 7, 6)
 def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
     values = np.arange(math.prod(shape)).reshape(shape)
     read = []
-    source = ArraySource(
-        tuple(shape), "float32", lambda part: read.append(values[part].size) or values[part]
-    )
+    rows = Array(shape, "float32", lambda part: read.append(values[part].size) or values[part])
+    source = ArraySource([Part("x", tuple(shape), "float32", lambda: {"rows": rows})])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(array, "BLOCK_BYTES", 4 * most)
-        blocks = [(begin, block.copy()) for begin, block in source.blocks()]
+        blocks = [(begin, block["rows"]) for begin, block in source.blocks()]
         assert sum(read) == values.size
         np.testing.assert_array_equal(
             np.concatenate([block for _, block in blocks]), values.reshape(-1, shape[-1])
@@ -249,8 +260,7 @@ def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
         resumed = list(source.blocks(blocks[number][0]))
         assert [begin for begin, _ in resumed] == [begin for begin, _ in blocks[number:]]
         start = data.draw(st.integers(0, source.rows - 1))
-        rest = np.concatenate([block.copy() for _, block in source.blocks(start)])
-        np.testing.assert_array_equal(rest, values.reshape(-1, shape[-1])[start:])
+        np.testing.assert_array_equal(rows_of(source, start), values.reshape(-1, shape[-1])[start:])
 
 
 @pytest.mark.parametrize(
@@ -264,14 +274,14 @@ def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
 def test_flatten_is_needed_for_more_than_two_dimensions(tmp_path, values, said):
     np.save(tmp_path / "a.npy", values)
     with pytest.raises(FormatError, match=f"--flatten {said}"):
-        open_array(str(tmp_path / "a.npy"))
+        opened(tmp_path / "a.npy")
 
 
 def test_flatten_does_nothing_for_two_dimensions(tmp_path):
     np.save(tmp_path / "b.npy", ACTS[0])
     for file in (tmp_path / "b.npy", "digits"):
         with pytest.raises(FormatError, match="flatten"):
-            open_array(str(file), flatten="features")
+            opened(file, flatten="features")
 
 
 def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path: Path):
