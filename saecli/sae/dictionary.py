@@ -32,6 +32,7 @@ from ..base.devices import without_autocast
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
 from .codes import Codes, Prefixes, SparseCodes, offsets_of
+from .normalisation import Normalisation
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +131,7 @@ class Dictionary(Module, ABC):
     b_enc: Tensor  # (F,)
     b_dec: Tensor  # (E,)
     W_skip: Tensor | None
+    scale: Tensor | None  # of its `normalisation`, (D + E,)
 
     def __init__(
         self,
@@ -148,6 +150,7 @@ class Dictionary(Module, ABC):
         for name, tensor in tensors.items():
             frozen = None if tensor is None else Parameter(tensor.detach(), requires_grad=False)
             self.register_parameter(name, frozen)
+        self.register_buffer("scale", None, persistent=False)
 
     @abstractmethod
     def decoder(self) -> Tensor:
@@ -170,6 +173,13 @@ class Dictionary(Module, ABC):
         """The columns of each hook point in the targets."""
         ends = accumulate(self.widths or (self.d_out,), initial=0)
         return [slice(begin, end) for begin, end in pairwise(ends)]
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """The metric of its training; if unknown that of raw rows."""
+        ones = self.b_dec.new_ones(self.d_in + self.d_out)
+        scale = ones if self.scale is None else self.scale
+        return Normalisation(torch.zeros_like(ones), scale, torch.tensor(torch.nan), self.d_in)
 
     def weighed(self, W_dec: Tensor) -> Tensor:
         """A matrix whose row norms weigh latents in penalties: W_dec, or a crosscoder's sums over hook points."""
@@ -284,7 +294,9 @@ class Dictionary(Module, ABC):
         parameters = {name: tensors[name] for name in learned}
         parts: dict[str, Any] = {"prefixes": self.prefixes, "widths": self.widths}
         skip = tensors.get("W_skip")
-        return SAE(W_enc, b_enc, W_dec, b_dec, activation, parameters, W_skip=skip, **parts)
+        sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, parameters, W_skip=skip, **parts)
+        sae.scale = None if self.scale is None else self.scale.to(W_enc)
+        return sae
 
     @property
     def k(self) -> int | None:
@@ -349,6 +361,7 @@ class SAE(Dictionary):
             "prefixes": self.prefixes,
             "widths": self.widths,
             "skip": self.W_skip is not None,
+            "metric": self.normalisation.metric,
             "dtype": name_of(self.W_enc.dtype),
             "device": str(self.W_enc.device),
         }
@@ -373,17 +386,11 @@ class SAE(Dictionary):
             tensors = {name: tensor.to(to) for name, tensor in tensors.items()}
         return self.changed(None, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
-    def on_raw_rows(
-        self,
-        mean: Tensor,
-        scale: Tensor,
-        target_mean: Tensor | None = None,
-        target_scale: Tensor | None = None,
-    ) -> "SAE":
-        """Fold in the normalisation `(x - mean) / scale`, (D,) each: the same codes of raw rows, and predictions
-        `target_scale * y_hat + target_mean`, (E,) each, by default `mean` and `scale`."""
-        if target_mean is None or target_scale is None:
-            target_mean, target_scale = mean, scale
+    def on_raw_rows(self, normalisation: Normalisation) -> "SAE":
+        """Fold in a normalisation: the same codes of raw rows, and predictions `target_scale * y_hat + target_mean`."""
+        mean, scale, target_mean, target_scale = (
+            part.to(self.W_enc) for part in normalisation.of_sae()
+        )
         W_enc = self.W_enc / scale[:, None]
         tensors = {
             "W_enc": W_enc,
@@ -394,7 +401,10 @@ class SAE(Dictionary):
         if self.W_skip is not None:
             W_skip = self.W_skip / scale[:, None] * target_scale
             tensors |= {"W_skip": W_skip, "b_dec": tensors["b_dec"] - mean @ W_skip}
-        return self.changed(None, **tensors)
+        sae = self.changed(None, **tensors)
+        if sae.scale is not None:
+            sae.scale = sae.scale * torch.cat([scale, target_scale]).abs()
+        return sae
 
 
 class Coupled(Dictionary):

@@ -133,6 +133,7 @@ class Opened:
             lr_decay=1.0,
             steps=max(1, round(config.tokens / tokens_per_step)),
             smoothing=0.0,
+            normalize="scale",
             precision="float32",
             fraction=TRAINED,
             split_seed=self.split_seed,
@@ -142,6 +143,7 @@ class Opened:
         plan = FinetunePlan.resolve(
             self.rows, self.test_rows, training, config, activation, self.start, self.test_rows
         )
+        plan = replace(plan, kept_scale=self.text.hooked.sae.scale)
         return FinetuneRun(self.stores, plan, created, self.text)
 
 

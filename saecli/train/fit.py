@@ -179,6 +179,10 @@ def make_plan(
     training = TrainingConfig.among(settings)
     activation = choose(ACTIVATIONS, "act", act, settings)
     rows = rows_of(training, activation)
+    if training.normalize == "init" and (start is None or start.reads is None):
+        raise ConfigError(
+            "--normalize init needs an --init whose file has the metric of its training; use auto"
+        )
     return Plan.resolve(
         rows.train,
         rows.test,

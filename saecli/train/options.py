@@ -28,7 +28,7 @@ MOST_DEFAULT_EPOCHS = 1000
 TRAIN_ON = 0.25  # learning rate with --init, over sgd's of DEFAULT_STEPS from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
-Normalisation = Literal["auto", "model", "scale", "standardize", "none"]
+Normalize = Literal["auto", "model", "scale", "standardize", "none", "init"]
 Precision = Literal["float32", "bf16", "auto"]
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 # Part of the training documents that is trained on where others are kept out to compare SAEs or set thresholds on. On
@@ -163,12 +163,13 @@ class TrainingConfig(Config):
         Seed, Shown("Seed of the order of the rows.", once=True, advanced=True)
     ] = 0
     normalize: Annotated[
-        Normalisation,
+        Normalize,
         Shown(
-            "Normalise rows, folded into the saved weights. scale: centre and divide by one "
-            "number; model: also multiply each dimension by the root of the weight with which norms of later "
-            "blocks read it; standardize: unit variance per dimension. auto: model, if the store knows the "
-            "weights, else and for matching-pursuit scale.",
+            "Normalise rows, folded into the saved weights; the SAE keeps the scales. scale: centre and divide by "
+            "one number; model: also multiply each dimension by the root of the weight with which norms of later "
+            "blocks read it; standardize: unit variance per dimension; init: in the metric of --init's SAE. auto: "
+            "init, if that SAE knows its metric, else model, if the store knows the weights, else and for "
+            "matching-pursuit scale.",
             once=True,
             advanced=True,
         ),

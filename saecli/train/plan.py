@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
 from ..base.errors import ConfigError, StoreError, counted, number
@@ -26,6 +27,7 @@ from .options import (
     TRAINED,
     WIDEST,
     ClosedForm,
+    Normalize,
     Precision,
     SolverConfig,
     TrainingConfig,
@@ -96,6 +98,7 @@ class Plan:
     start: Start | None = None
     held: str | None = None
     kept_out: RowSource | None = None
+    kept_scale: Tensor | None = None  # see `Normalisation.kept`
 
     @classmethod
     def resolve(
@@ -123,8 +126,10 @@ class Plan:
             training = replace(training, smoothing=0.0)
         training = fill_defaults(training, activation, train_rows.rows, train_rows.d_in)
         if training.normalize == "auto":
-            read = train_rows.reads is not None and not activation.one_scale
-            training = replace(training, normalize="model" if read else "scale")
+            chosen: Normalize = "model" if train_rows.reads is not None else "scale"
+            if start is not None and start.reads is not None:
+                chosen = "init"
+            training = replace(training, normalize="scale" if activation.one_scale else chosen)
         if training.normalize == "model" and train_rows.reads is None:
             raise ConfigError(
                 "--normalize model needs weights of the model's later norms, which these rows come without: "

@@ -18,6 +18,7 @@ from ..base.devices import batches_on, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
+from ..sae.normalisation import Normalisation
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part
 from ..store.values import Spread
@@ -26,34 +27,6 @@ ArrayLike = Tensor | numpy.typing.ArrayLike
 BLOCK_ROWS = 4096  # where the order does not matter; sums take each through a d_sae x d_sae matrix
 # A sample for the initial scale, smoothing and revival, and for thresholds if no rows are kept out.
 SAMPLED_ROWS = 2048
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """`(x - mean) / scale`, of rows with their targets next to them."""
-
-    mean: Tensor  # (D + E,), as scale
-    scale: Tensor
-    variance: Tensor  # mean squared distance of normalised training targets from their mean
-    d_in: int
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
-
-    def to(self, device: torch.device) -> "Normalisation":
-        return Normalisation(
-            **{name: tensor.to(device) for name, tensor in self.tensors().items()}, d_in=self.d_in
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The normalised rows, (B, D + E), as a new tensor."""
-        return (x - self.mean) / self.scale
-
-    def of_sae(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `SAE.on_raw_rows`: mean and scale of rows, (D,), and of targets, (E,)."""
-        D = self.d_in
-        targets = slice(D, None) if len(self.mean) > D else slice(None)
-        return self.mean[:D], self.scale[:D], self.mean[targets], self.scale[targets]
 
 
 def fit_normalisation(
@@ -67,7 +40,8 @@ def fit_normalisation(
     """The normalisation of rows, given the spread of training rows and targets; `widths` of inputs side by side.
 
     `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
-    `model` first multiplies each dimension by the root of how strongly the model reads it, `reads`, (D + E,).
+    `model` first multiplies each dimension by the root of how strongly the model reads it, `reads`, (D + E,); `init`
+    likewise, with those of an SAE's metric.
     `standardize` centres, and gives each dimension unit variance, as the paper does; one that does not vary is
     only centred. ConfigError if all rows are the same.
     """
@@ -75,8 +49,8 @@ def fit_normalisation(
     d_in = len(mean) - d_target
     sizes = [*(widths or [d_in]), *([d_target] if d_target else [])]
     roots = torch.ones_like(variance)
-    if kind == "model":
-        roots = torch.from_numpy(reads).sqrt()
+    if kind in ("model", "init"):
+        roots = torch.from_numpy(reads).sqrt()[: len(mean)]
     parts = zip((variance * roots.square()).split(sizes), roots.split(sizes), strict=True)
     scale = torch.cat([_scale(kind, part, spread.rows) / part_roots for part, part_roots in parts])
     if kind == "none":
@@ -94,16 +68,18 @@ def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
         )
     if kind == "none":
         return torch.ones_like(variance)
-    if kind in ("scale", "model"):
+    if kind in ("scale", "model", "init"):
         return variance.mean().sqrt().expand_as(variance)
     return torch.where(variance > 0, variance.sqrt(), 1.0)
 
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
-    """The SAE with the normalisation folded in, in float64."""
-    folded = sae.copy_to(torch.float64).on_raw_rows(
-        *(part.double() for part in normalisation.of_sae())
-    )
+    """The SAE with the normalisation folded in, in float64, and kept as its metric."""
+    folded = sae.copy_to(torch.float64).on_raw_rows(normalisation)
+    _, scale, _, target_scale = normalisation.of_sae()
+    # In units of the largest, so that one scale for all dimensions is exactly 1.
+    own = torch.cat([scale, target_scale]) / target_scale.max()
+    folded.scale = own if normalisation.kept is None else normalisation.kept
     return folded.copy_to(sae.W_enc.dtype)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,11 @@ from ..base.home import Home
 from ..sae.activations import Activation, LearnsThresholds, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
+from ..sae.normalisation import Normalisation
 from ..store.opening import Joined
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, TrainingConfig
-from .rows import SAMPLED_ROWS, Normalisation
+from .rows import SAMPLED_ROWS
 
 HIGHEST_RATE = 0.005 * math.sqrt(128)  # times sqrt(D)
 ENOUGH_FIRINGS = 4  # per batch
@@ -69,20 +71,12 @@ def _decoder_of(W_enc: Tensor, B: Tensor | None) -> Tensor:
 
 def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
     """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` of a crosscoder's hook points."""
-    skip = sae.W_skip
-    if training.skip and skip is None:
-        skip = sae.W_enc.new_zeros(sae.d_in, sae.d_out)
-    return SAE(
-        sae.W_enc,
-        sae.b_enc,
-        sae.W_dec,
-        sae.b_dec,
-        sae.activation,
-        sae.activation_parameters,
-        prefixes=training.nested,
-        W_skip=skip,
-        widths=tuple(widths),
-    )
+    skip = {}
+    if training.skip and sae.W_skip is None:
+        skip = {"W_skip": sae.W_enc.new_zeros(sae.d_in, sae.d_out)}
+    shaped = sae.changed(None, **skip)
+    shaped.prefixes, shaped.widths = tuple(training.nested), tuple(widths)
+    return shaped
 
 
 def default_learning_rate(
@@ -138,6 +132,12 @@ class Start:
     def _sae(self) -> SAE:
         assert self.sae is not None, "a training that resumes from a checkpoint has no start"
         return self.sae
+
+    @property
+    def reads(self) -> np.ndarray | None:
+        """The weights, (D + E,), by which `fit_normalisation` gives the SAE's metric; None if that is unknown."""
+        scale = None if self.sae is None else self.sae.scale
+        return None if scale is None else scale.double().pow(-2).cpu().numpy()
 
     def reopened(self, home: Home, listener: Listener) -> Self:
         """The same with its SAE; RunError if that has changed."""
@@ -223,12 +223,8 @@ class Start:
         An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). Codes are
         scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
         """
-        mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
-        sae = self._sae.copy_to(torch.float64).copy_to(sample.device)
-        # Raw rows are normalised ones, normalised by these.
-        sae = sae.on_raw_rows(
-            -mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale
-        )
+        sae = self._sae.copy_to(torch.float64, sample.device)
+        sae = sae.on_raw_rows(normalisation.to(torch.float64).inverse())
         sae = rescaled(sae, (sae.W_dec.norm() / sae.W_enc.norm()).sqrt().item())
         penalty, x = activation.penalty(sparsity), sample.double()
         parameters = activation.parameters(sae.d_sae) | penalty.initial(sae.d_sae)

@@ -4,7 +4,8 @@
 
 per row. The clean pass gives the activations that the SAE encodes; the spliced one has its predictions in their place,
 and a gradient from the hook point up: blocks below keep no activations for it. The SAE acts on rows centred and divided
-by one number per hook point, so that one learning rate fits all models. L0 is held where it starts: by one factor on
+by one number per hook point, so that one learning rate fits all models; FVU is raw, since KL weighs dimensions as the
+model does. The SAE keeps the metric of its training. L0 is held where it starts: by one factor on
 all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases; with topk it is fixed.
 
 Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Finetune Is All You Need" (2025).

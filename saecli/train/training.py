@@ -392,19 +392,19 @@ def _normalised(
         )
     else:
         spread = communicator.broadcast_object(rows.spread)
+        own = plan.start if plan.start and training.normalize == "init" else rows
         normalisation = fit_normalisation(
             training.normalize,
             spread,
             getattr(torch, training.dtype),
             rows.widths,
             rows.d_target,
-            rows.reads,
+            own.reads,
         )
     if device.type != "cpu":  # which gets the rows as stored, and converts them
         rows = rows.as_stored()
-    return TrainingRows(
-        rows, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
-    )
+    kept = replace(normalisation.to(device), kept=plan.kept_scale)
+    return TrainingRows(rows, kept, training.batch_size, training.shuffle_seed, communicator)
 
 
 def averages(

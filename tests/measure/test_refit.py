@@ -97,7 +97,8 @@ def test_decoder_solved_on_the_very_rows_stays_as_it_is(sae: SAE):
 
 def test_rows_moved_and_scaled_have_the_decoder_moved_and_scaled():
     sae, rows = random_sae(TopK(k=4)).copy_to(torch.float64), some_rows(800).astype(np.float64)
-    other = sae.on_raw_rows(torch.full((8,), 5.0).double(), torch.tensor([3.0]).double())
+    mean, scale = torch.full((8,), 5.0).double(), torch.full((8,), 3.0).double()
+    other = sae.on_raw_rows(replace(sae.normalisation, mean=mean, scale=scale))
     plain, moved = solved(sae, rows), solved(other, 3 * rows + 5)
     torch.testing.assert_close(moved.sae.W_dec, 3 * plain.sae.W_dec)
     torch.testing.assert_close(moved.sae.b_dec, 3 * plain.sae.b_dec + 5)

@@ -85,6 +85,7 @@ def begun(home: Path, activation: Any) -> SAE:
     store = saecli.open_store(home / "activations" / "resid_post")
     (rows,) = store.split("train").sequential(100_000)
     old = sae_of(torch.from_numpy(rows.copy()), activation)
+    old.scale = torch.linspace(0.5, 2, 2 * old.d_in)
     at = {"model": store.meta.source["model"], "layer": LAYER, "site": "resid_post"}
     make_run(home, "old", old, data="resid_post", origin=at)
     return old
@@ -132,6 +133,7 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, 
     assert (moved.sign()[large] == -gradient.sign()[large]).all() and large.sum() > 100
     for name in ("W_enc", "b_enc"):
         torch.testing.assert_close(tuned[name], getattr(old, name), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(saecli.load_sae("new", home).scale, old.scale)
 
 
 @pytest.mark.slow
@@ -263,6 +265,8 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, options):
         assert "go on by `sae finetune --resume" in sae("train", "--resume", "--name", killed).err
         assert sae("finetune", "--resume").status == 0
         assert_same_weights(home, name, killed)
+        scales = [saecli.load_sae(run, home).scale for run in ("old", killed)]
+        torch.testing.assert_close(*scales)
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
 b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
 transcoder with a skip. The header's entry `saecli` is a JSON object with `format_version`, `activation` and `origin`;
-it MAY have `prefixes` (numbers of latents) of a nested SAE, `widths` of a crosscoder, and `transcodes`, a boolean.
+it MAY have `prefixes` (numbers of latents) of a nested SAE, `widths` of a crosscoder, `transcodes`, a boolean, and
+`scale`, a list of d_in + d_out positive numbers, by which training divided rows and targets: the metric of its errors
+and directions, unknown without. Exports have that too.
 
 README.md says what each format can express. To add one, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
@@ -111,6 +113,7 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
         "prefixes": saved.sae.prefixes,
         "widths": saved.sae.widths,
         "transcodes": saved.is_transcoder,
+        **common.metric_of(saved.sae),
     }
     common.write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
 
@@ -261,10 +264,12 @@ def load(
             got = ", ".join(names[:8]) or "an empty folder"
         raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {got}")
     form = FORMATS[name]
-    if form.by_layer and path.is_dir():
-        path /= form.among(_files_in(path), str(path))[-1]
+    weights = path if path.is_file() else path / form.among(_files_in(path), str(path))[-1]
+    path = weights if form.by_layer else path
     try:
         saved = form.load(path)
+        if weights.suffix == ".safetensors":
+            common.take_metric(saved.sae, common.read_header(weights).get("saecli", "{}"))
     except FormatError:
         raise
     except DAMAGE as error:

@@ -9,20 +9,21 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
+from annotated_types import Gt, Lt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...base.documents import Origin, read_json
+from ...base.documents import Origin, parse_json, read_json
 from ...base.errors import ConfigError, FormatError, one_line
-from ...base.files import appearing_whole
+from ...base.files import appearing_whole, to_json
 from ...store.arrays import check_memory, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
@@ -49,6 +50,11 @@ MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
     r"gemma-2?-?\d+b(-it)?": r"google/\g<0>",
     r"pythia-[\d.]+[mb](-deduped)?": r"EleutherAI/\g<0>",
 }
+
+
+@dataclass(frozen=True)
+class Metric:
+    scale: list[Annotated[float, Gt(0), Lt(1e30)]] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,9 +176,9 @@ def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE
         raise ValueError(
             f"expected positive factors of rows and targets, got {factor} and {target_factor}"
         )
-    mean, target_mean = sae.W_dec.new_zeros(sae.d_in), sae.W_dec.new_zeros(sae.d_out)
-    target_scale = target_mean + 1 / target_factor
-    return sae.on_raw_rows(mean, mean + 1 / factor, target_mean, target_scale)
+    scale = torch.full((sae.d_in + sae.d_out,), 1 / factor)
+    scale[sae.d_in :] = 1 / target_factor
+    return sae.on_raw_rows(replace(sae.normalisation, scale=scale))
 
 
 def with_unit_rows(sae: SAE) -> SAE:
@@ -198,6 +204,25 @@ def renamed(
         transposed = own.endswith(".T") and tensors[name].ndim == 2
         ours[own.removesuffix(".T")] = tensors[name].T if transposed else tensors[name]
     return ours
+
+
+def metric_of(sae: SAE) -> dict[str, Any]:
+    """An entry with the scales of an SAE's `normalisation`, if known."""
+    return {} if sae.scale is None else {"scale": sae.scale.tolist()}
+
+
+def header_of(sae: SAE) -> dict[str, str] | None:
+    """The header of another library's safetensors file, which that ignores; of one entry, as their order varies."""
+    return None if sae.scale is None else {"saecli": to_json(metric_of(sae))}
+
+
+def take_metric(sae: SAE, entry: str | bytes) -> None:
+    """Give an SAE the scales in a JSON object, if any; ValueError unless they are positive, one per dimension."""
+    scale = parse_json(entry, Metric).scale
+    if scale is not None:
+        if len(scale) != sae.d_in + sae.d_out:
+            raise ValueError(f"expected {sae.d_in + sae.d_out} numbers in scale, got {len(scale)}")
+        sae.scale = torch.tensor(scale).to(sae.W_enc)
 
 
 def disassembled(sae: SAE, names: Mapping[str, str], subtracts: bool = False) -> dict[str, Tensor]:
@@ -260,6 +285,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         return tensors, file.metadata() or {}
+
+
+def read_header(path: Path) -> dict[str, str]:
+    with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
 
 
 def read_renamed(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:

@@ -229,15 +229,14 @@ def _folded(saved: SavedSAE, norms: Mapping[str, Affine]) -> SAE:
     sae = saved.sae
     if not norms:
         return sae
-    rows = norms.get("", _identity(sae.d_in))
-    targets = norms.get("target_", _identity(sae.d_out)) if saved.is_transcoder else rows
-    device, dtype = sae.W_enc.device, sae.W_enc.dtype
-    maps = [tensor.to(device) for tensor in (*rows, *targets)]
-    return sae.copy_to(torch.float64).on_raw_rows(*maps).copy_to(dtype)
-
-
-def _identity(width: int) -> Affine:
-    return Affine(torch.zeros(width, dtype=torch.float64), torch.ones(width, dtype=torch.float64))
+    mean = torch.zeros(sae.d_in + sae.d_out, dtype=torch.float64)
+    scale = torch.ones_like(mean)
+    of_targets = "target_" if saved.is_transcoder else ""
+    for end, part in (("", slice(sae.d_in)), (of_targets, slice(sae.d_in, None))):
+        if end in norms:
+            mean[part], scale[part] = norms[end]
+    norm = replace(sae.normalisation, mean=mean, scale=scale)
+    return sae.copy_to(torch.float64).on_raw_rows(norm).copy_to(sae.W_enc.dtype)
 
 
 def _folder(model: str | None) -> Path | None:

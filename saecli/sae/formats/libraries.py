@@ -177,7 +177,8 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     names = common.PLAIN | common.SKIP
     if not isinstance(sae.activation, Relu):
         names |= common.THRESHOLD
-    common.write_tensors(folder / SAELENS_WEIGHTS, common.disassembled(sae, names))
+    tensors = common.disassembled(sae, names)
+    common.write_tensors(folder / SAELENS_WEIGHTS, tensors, common.header_of(sae))
 
 
 SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
@@ -223,7 +224,7 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
     )
     names = SPARSIFY_NAMES | common.SKIP
     tensors = common.disassembled(sae, names, subtracts=not saved.is_transcoder)
-    common.write_tensors(folder / SPARSIFY_WEIGHTS, tensors)
+    common.write_tensors(folder / SPARSIFY_WEIGHTS, tensors, common.header_of(sae))
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
@@ -317,8 +318,10 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
         site = re.sub(r"_layer_?\d+", "", site)
         if isinstance(config.buffer, dict) and config.buffer.get("io") == "in":
             site = INPUTS.get(site, site)
+    sae = common.assemble(file, tensors, activation, layout.subtracts, prefixes)
+    common.take_metric(sae, path.read_bytes())
     return SavedSAE(
-        common.assemble(file, tensors, activation, layout.subtracts, prefixes),
+        sae,
         common.origin_from({"model": trainer.lm_name, "layer": trainer.layer, "site": site}),
     )
 
@@ -356,7 +359,7 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
         "submodule_name": origin.get("site"),
     }
     trainer |= {"k": sae.k} if sae.k else {}
-    write_json(folder / LEARNING_CONFIG, {"trainer": trainer})
+    write_json(folder / LEARNING_CONFIG, {"trainer": trainer} | common.metric_of(sae))
     sae = common.with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
     tensors = common.disassembled(sae, layout.names, layout.subtracts)
     tensors |= {key: _extra(sae, key) for key in layout.extras}
