@@ -55,6 +55,7 @@ def reconstruction_oracle(
         "rows": len(x),
         "mse": residual.mean() / x.shape[1],
         "fvu": residual.mean() / variance,
+        "metric_fvu": residual.mean() / variance,  # of raw rows
         "explained_variance": 1 - residual.mean() / variance,
         "cosine": cosine.mean(),
         "l0": (z != 0).sum(1).mean(),

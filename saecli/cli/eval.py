@@ -44,9 +44,9 @@ def command(
     mean row, at all hook points that it replaces; and each run's error there, of what the model has at that point with
     the others spliced in, and of what it has without any.
 
-    --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors. PW-MCC is the
-    mean |cosine|; a latent is matched if its |cosine| is above 0.7. If some latents are silent, both
-    measures are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
+    --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors, in the metric
+    of their training if it is one. PW-MCC is the mean |cosine|; a latent is matched if its |cosine| is above 0.7. If
+    some are silent, both are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """

@@ -29,7 +29,7 @@ def command(
     rescaled encoder. Prints FVU, cosine and L0 on held-out rows before and after; with --model also CE recovered and
     KL.
 
-    Saves a run, which other commands take like a trained one, unless FVU on held-out rows has risen.
+    All is in the metric of its training, if its file has it. Saves a run, unless FVU on held-out rows has risen there.
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """

@@ -86,7 +86,7 @@ class LanguageModel:
                     torch.manual_seed(weights_seed)
                     self.model = loader.from_config(source.config, **settings)
             self.modules = _modules(self.model, source)
-            self._norms = [] if weights_seed is not None else list(map(reading_norms, self.blocks))
+            self._norms = list(map(reading_norms, self.blocks))
             if last is not None:
                 del self.blocks[last + 1 :]
             self.model.to(device).eval()

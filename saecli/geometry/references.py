@@ -6,7 +6,8 @@
     SAE          affine on each of its cells, all from the same dictionary vectors
     local PCA    x_hat = m_c + (x - m_c) V_c V_c'       V_c the first r principal directions of the cell's rows
 
-Local PCA minimises `sum ||x - x_hat||^2` over all maps that are affine of rank r on each cell; k-means is rank 0.
+Local PCA minimises `sum ||x - x_hat||^2` over all maps that are affine of rank r on each cell; k-means is rank 0. All
+three are in the metric of the SAE's training.
 Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal piecewise affine
 autoencoder. Shapes: N training rows, M rows measured, D = d_in, C cells, r = rank.
 """
@@ -46,6 +47,9 @@ def measure_references(sae: SAE, rows: Rows, train: Rows, rank: int) -> dict[str
     Cost: two k-means fits of at most `MINIBATCH_WORK` products, and an SVD per cell.
     """
     rank = min(rank, train.shape[1])
+    scale = sae.normalisation.target_scale.numpy()
+    predicted = reconstruct(sae, rows) / scale
+    rows, train = rows / scale, train / scale
     counts = [
         max(1, min(sae.d_sae, len(train) // per_cell))
         for per_cell in (ROWS_PER_CELL, ROWS_PER_CELL * max(1, rank))
@@ -53,8 +57,9 @@ def measure_references(sae: SAE, rows: Rows, train: Rows, rank: int) -> dict[str
     kmeans, local_pca = (LocalPCA(train, kmeans_centres(train, count)) for count in counts)
     return {
         "kmeans_fvu": fvu(rows, kmeans.reconstruct(rows, 0)),
-        "sae_fvu": fvu(rows, reconstruct(sae, rows)),
+        "sae_fvu": fvu(rows, predicted),
         "local_pca_fvu": fvu(rows, local_pca.reconstruct(rows, rank)),
+        "metric": sae.normalisation.metric,
         "kmeans_cells": len(kmeans.centres),
         "local_pca_cells": len(local_pca.centres),
         "local_pca_rank": rank,

@@ -264,4 +264,9 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
         done += len(batch)
         show(done)
     x, y = np.split(activations, [rows.d_in], axis=1)
-    return _like(rows, x, y if rows.d_target else None)
+    replacement = _like(rows, x, y if rows.d_target else None)
+    reads = [model.reads(point) for point in points]
+    own = zip(stored, reads, strict=True)
+    weights = [np.ones(each.d_in) if read is None else read.numpy() for each, read in own]
+    replacement.reads = np.concatenate(weights, dtype=np.float64)
+    return replacement

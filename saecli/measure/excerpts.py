@@ -190,7 +190,7 @@ def _near(
     """The latents near chosen ones, (C,), in turn by cosine of decoder vectors and by co-firing."""
     latents = torch.from_numpy(chosen).to(run.sae.W_dec.device)
     with listener.progress("comparing latents", len(latents), "latents") as show:
-        cosines, by_cosine = neighbours(run.sae.W_dec, latents, NEIGHBOURS, show)
+        cosines, by_cosine = neighbours(run.sae, latents, NEIGHBOURS, show)
     with listener.progress("counting pairs", len(latents), "latents") as show:
         phi, by_phi = cofiring.partners(latents, NEIGHBOURS, show)
     near = torch.stack([by_cosine, by_phi], dim=2).flatten(1)

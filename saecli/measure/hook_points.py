@@ -1,7 +1,7 @@
 """A crosscoder's latents by hook point.
 
-With a crosscoder's rows at every hook point divided by their own spread, so that hook points compare, and W_ip latent
-i's decoder at hook point p,
+With a crosscoder's rows in the metric of its training, divided by their spread at every hook point, so that hook points
+compare, and W_ip latent i's decoder at hook point p (FVU is of raw rows),
 
     share_ip = ||W_ip|| / sum_q ||W_iq||
 
@@ -68,9 +68,11 @@ class PlaceSums:
 
     def result(self, spread: Spread) -> "PlaceMeasures":
         """Given the spread of all rows counted."""
-        places, W_dec = self._sae.hook_columns, self._sae.W_dec.double()
-        scatter = torch.from_numpy(spread.scatter).to(W_dec.device)
+        places, units = self._sae.hook_columns, self._sae.normalisation.target_scale.double()
+        scatter = torch.from_numpy(spread.scatter).to(units.device)
         fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
+        W_dec, scatter = self._sae.W_dec / units, scatter / units.square()
+        z_error, z_predicted = self._z_error / units, self._z_predicted / units
         deviations = [(scatter[place].mean() / spread.rows).sqrt() for place in places]
         W = [W_dec[:, place] / scale for place, scale in zip(places, deviations, strict=True)]
         norms = torch.stack([W_p.norm(dim=1) for W_p in W], 1)
@@ -85,10 +87,10 @@ class PlaceSums:
             for p, (place, W_p, deviation) in enumerate(zip(places, W, deviations, strict=True)):
                 if W_p.shape[1] != d.shape[1]:
                     continue
-                of_error = (d * self._z_error[latents, place]).sum(1) / (deviation * scale)
+                of_error = (d * z_error[latents, place]).sum(1) / (deviation * scale)
                 of_decoder = (d * W_p[latents]).sum(1) / d.square().sum(1)
                 beta[latents, p] = of_decoder + of_error
-                of_predicted = (d * self._z_predicted[latents, place]).sum(1)
+                of_predicted = (d * z_predicted[latents, place]).sum(1)
                 beta_predicted[latents, p] = of_predicted / (deviation * scale)
         return PlaceMeasures(fvu.cpu(), share.cpu(), beta.cpu(), beta_predicted.cpu())
 

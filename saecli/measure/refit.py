@@ -1,9 +1,9 @@
 """The exact decoder of an SAE for given rows, its codes as they are; measured, and saved as a run.
 
 `refit` says what is minimised, by `train/ridge/`; of a nested SAE the squared error is the mean over its prefixes.
-Rows are raw: b is free, and W - c T0 grows as they do. T0 is the SAE's own W_dec, unless that was fitted to the same
-rows: it fits each of them better than others, which leave-one-out cannot know. Latents that never fire keep their old
-weights, on other rows times c.
+Rows, W and T0 are in the metric of the SAE's training, raw if its file has none; b is free. T0 is the SAE's own W_dec,
+unless that was fitted to the same rows: it fits each of them better than others, which leave-one-out cannot know.
+Latents that never fire keep their old weights, on other rows times c.
 """
 
 import time
@@ -27,6 +27,7 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
+from ..sae.normalisation import Normalisation
 from ..store.reader import JoinedRows, Rows, RowSource
 from ..train.moments import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, method_for, solve
@@ -46,7 +47,8 @@ NOT_FINITE = (
 class Refitted:
     sae: SAE  # acting on raw rows
     target: str  # T0, in words
-    decoder: DecoderState  # relative to the direction T0; alpha is in units of the codes squared, times rows
+    # In the SAE's metric, relative to T0; alpha is in units of the codes squared, times rows.
+    decoder: DecoderState
     rows: int  # N
     dead_fraction: float  # of the latents, which fire on none of these rows
 
@@ -59,10 +61,12 @@ def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = Fal
     Cost: per row, codes and `K^2 + 2 D K` operations for K active latents; some seven factorisations, of F^3 / 3
     operations each. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
     """
+    raw, metric = sae, sae.normalisation
+    sae = raw.on_raw_rows(metric.inverse())
     with listener.progress("refitting the decoder", rows.rows, "rows") as show:
-        moments = Moments(_system(sae, rows), sae, "none", rows.rows)
+        moments = Moments(_system(sae, rows, metric), sae, "none", rows.rows)
         done = 0
-        for batch in _batches(sae, rows):
+        for batch in _batches(sae, rows, metric):
             moments.add(sae.codes(batch.x), batch)
             done += batch.size
             show(done)
@@ -84,7 +88,9 @@ def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = Fal
     tensors = {"W_dec": W_dec, "b_dec": b_dec}
     if state.skip is not None and sae.W_skip is not None:
         tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
-    row_major = sae.changed(None, **tensors).copy_to(sae.W_enc.device)  # as from its file
+    on_raw_rows = sae.changed(None, **tensors).on_raw_rows(metric)
+    tensors = {name: getattr(on_raw_rows, name) for name in tensors}
+    row_major = raw.changed(None, **tensors).copy_to(raw.W_enc.device)  # as from its file
     dead_fraction = 1 - moments.fired.double().mean().item()
     return Refitted(row_major, target, state, rows.rows, dead_fraction)
 
@@ -108,7 +114,7 @@ def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState
         raise RunError(NOT_FINITE) from error
 
 
-def _system(sae: SAE, rows: RowSource) -> System:
+def _system(sae: SAE, rows: RowSource, metric: Normalisation) -> System:
     width = sae.d_out + (0 if sae.W_skip is None else sae.d_in)
     batch_bytes = 3 * sae.W_enc.itemsize * BLOCK_ROWS * sae.d_sae
     other_bytes = sampled_bytes(rows.rows, width, sae.d_sae) + batch_bytes
@@ -122,15 +128,15 @@ def _system(sae: SAE, rows: RowSource) -> System:
         )
 
     def codes_again() -> Iterator[Codes]:
-        return (sae.codes(batch.x) for batch in _batches(sae, rows))
+        return (sae.codes(batch.x) for batch in _batches(sae, rows, metric))
 
     skip = sae.W_dec.new_zeros(sae.d_sae, width - sae.d_out)
     return memory_plan.system(torch.cat([sae.W_dec, skip], 1), codes_again)
 
 
-def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
+def _batches(sae: SAE, rows: RowSource, metric: Normalisation) -> Iterable[Batch]:
     for batch in batches_on(rows.sequential(BLOCK_ROWS), sae.W_enc.device):
-        yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)
+        yield Batch.of(metric(batch.to(sae.W_enc.dtype)), sae.d_in)
 
 
 def refit(
@@ -148,7 +154,7 @@ def refit(
 
     is minimised over W_dec, b_dec and c, T0 being the SAE's own W_dec (on the rows of its own training W_enc', or 0
     for a transcoder or crosscoder), and alpha the best by leave-one-out; y are the rows x, or a transcoder's targets,
-    to which its skip, `x W_skip`, is fitted too.
+    to which its skip, `x W_skip`, is fitted too. All is in the metric of the SAE's training, raw if that is unknown.
 
     Args:
         sae, target, device, home, progress: as in `evaluate`.
@@ -173,7 +179,7 @@ def refit_run(
     tokens: int | None = None,
 ) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on the rows chosen of it, and save a run, by default
-    `refit-NAME`; returns the document that `sae refit --json` prints. RunError if FVU did not fall there.
+    `refit-NAME`; returns the document that `sae refit --json` prints. RunError if its metric's FVU did not fall.
 
     model, tokens: to measure the effect on a language model, as in `evaluate_all`.
     """
@@ -194,17 +200,19 @@ def refit_run(
         saved=SavedSAE(refitted.sae, before.saved.origin | origin),
     )
     measures = evaluate_all([before, after], model, tokens, listener)
-    old, new = (document["fvu"] for document in measures)
+    old, new = (document["metric_fvu"] for document in measures)
+    metric = before.sae.normalisation.metric
     if new > old:
         raise RunError(
-            f"nothing is saved: expected the exact decoder for {refitted.rows:,} rows to lower FVU on "
-            f"held-out rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
+            f"nothing is saved: expected the exact decoder for {refitted.rows:,} rows to lower FVU ({metric} "
+            f"metric) on held-out rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
         )
     note_doubts(measures[1:], [after], listener)
     result = {
         "rows_train": refitted.rows,
         "rows_test": before.rows.rows,
         "seconds": seconds,
+        "metric": metric,
         "notes": _notes(refitted),
         "final": {
             **{f"test_{name}": measures[1][name] for name in ("fvu", "mse", "l0")},
@@ -264,6 +272,8 @@ def _is_own(measured: Measured) -> bool:
 
 def _notes(refitted: Refitted) -> list[str]:
     decoder, notes = refitted.decoder, []
+    if refitted.sae.scale is None:
+        notes.append("its file has no metric of training: ridge and FVU are of raw rows")
     if decoder.relative_alpha > HELD:
         notes.append(
             f"the decoder is {refitted.target} times {decoder.c:.3g}: {refitted.rows:,} rows are too few "

@@ -4,7 +4,7 @@ Shapes: R runs, C chosen latents, D = d_in, F = latents of the first SAE of a pa
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from .measured import ChosenRows, Measured, RowsLike
 MATCH_THRESHOLD = 0.7  # of Paulo and Belrose
 MEASURES = ("pw_mcc", "matched_fraction")
 BLOCK_COSINES = 1 << 24  # of neighbours, per product: 64 MB in float32
+ALIKE = 0.2  # relative difference of scales up to which two runs share a metric
 BLOCK_ROWS = 1024  # rows of the matrix of cosines that are converted to float64 together
 
 
@@ -45,7 +46,8 @@ def stability(
 
         PW-MCC = mean over pairs of SAEs of  1/M max over one-to-one p of sum_m |cos(w_m, v_p(m))|
 
-    where w and v are the decoder vectors of a pair: the matching leaves latents of the wider SAE without a counterpart.
+    where w and v are the decoder vectors of a pair, in the metric of their training if that is one, else of raw rows:
+    the matching leaves latents of the wider SAE without a counterpart.
     A latent is matched if the `|cosine|` with its counterpart is above the threshold. Silent latents, which fire on
     none of the rows, are included; `firing` has the same measures for pairs of latents that both fire. There is no
     correction for chance: random vectors have a PW-MCC of 0.14 at d_in 768 and 16,384 latents, of 0.44 at 64 and 4,096.
@@ -59,8 +61,8 @@ def stability(
     Returns:
         pw_mcc, matched_fraction: means over the pairs.
         firing: the same for latents that fire, None without such latents.
-        pairs: for each pair `runs`, `latents`, the number matched, both measures, the same `firing`, and
-            `counterparts`, a latent of the second or None for each latent of the first.
+        pairs: for each pair `runs`, `metric`, "training" or "raw", `latents`, the number matched, both measures, the
+            same `firing`, and `counterparts`, a latent of the second or None for each latent of the first.
         runs: for each SAE `run`, `d_sae`, `silent`, a number, and per latent `cosine`, the mean `|cosine|` with its
             counterparts, None without one, `match_fraction`, the fraction of the other SAEs in which it is matched, and
             `frequency`, the fraction of rows that it fires on.
@@ -138,6 +140,7 @@ def _document(
             pairs.append(
                 {
                     "runs": [names[i], names[j]],
+                    "metric": match.metric,
                     **_measures(match.cosine, threshold),
                     "firing": _measures(match.cosine[fire], threshold),
                     "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)],
@@ -194,6 +197,7 @@ class Matching:
     first: NDArray[np.int64]  # latents of the first SAE, ascending, (M,)
     second: NDArray[np.int64]  # their counterparts, latents of the second SAE, (M,)
     cosine: NDArray[np.float64]  # `|cosine|` of the pair's decoder vectors, (M,), in [0, 1]
+    metric: str  # that they are in
 
 
 @torch.no_grad()
@@ -214,7 +218,11 @@ def matching(first: Dictionary, second: Dictionary) -> Matching:
     from scipy.optimize import linear_sum_assignment  # takes a fifth of a second to import
 
     swapped = first.d_sae > second.d_sae  # scipy copies a matrix that is higher than wide
-    decoders = [first.decoder(), second.decoder()]
+    metric = first.normalisation.to(torch.float64)
+    other = second.normalisation.target_scale.double()
+    if not torch.allclose(metric.target_scale, other, rtol=ALIKE):
+        metric = replace(metric, scale=torch.ones_like(metric.scale))
+    decoders = [sae.decoder() / metric.target_scale for sae in (first, second)]
     narrow, wide = (normalize(W_dec.double()).float() for W_dec in sorted(decoders, key=len))
     # Negated and in float64: scipy would make copies of anything else.
     cost = np.empty((len(narrow), len(wide)))
@@ -228,14 +236,15 @@ def matching(first: Dictionary, second: Dictionary) -> Matching:
         normalize(W_dec[torch.from_numpy(chosen).to(W_dec.device)].double())
         for W_dec, chosen in zip(decoders, latents, strict=True)
     )
-    return Matching(latents[0], latents[1], (w * v).sum(1).abs().clamp(max=1).cpu().numpy())
+    cosine = (w * v).sum(1).abs().clamp(max=1).cpu().numpy()
+    return Matching(latents[0], latents[1], cosine, metric.metric)
 
 
 @torch.no_grad()
 def neighbours(
-    W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], None]
+    sae: SAE, chosen: Tensor, count: int, show: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
-    """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors.
+    """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors in the metric of training.
 
     Returns:
         The cosines, (C, count), descending, 0 for a vector of zeros, and the neighbours, (C, count), int64; on the CPU;
@@ -243,13 +252,13 @@ def neighbours(
 
     Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
     """
-    directions = normalize(W_dec)
+    directions = normalize(sae.W_dec / sae.normalisation.target_scale)
     parts = []
     done = 0
-    for part in chosen.to(W_dec.device).split(max(1, BLOCK_COSINES // len(W_dec))):
+    for part in chosen.to(directions.device).split(max(1, BLOCK_COSINES // len(directions))):
         cosines = directions[part] @ directions.T
         cosines.scatter_(1, part[:, None], -torch.inf)
-        parts.append(cosines.topk(min(count, len(W_dec) - 1), dim=1))
+        parts.append(cosines.topk(min(count, len(directions) - 1), dim=1))
         done += len(part)
         show(done)
     values, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))

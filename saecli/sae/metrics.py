@@ -76,14 +76,16 @@ class Reconstruction:
         prefixes: Prefixes = (),
         massive: Massive | None = None,
         device: torch.device = CPU,
+        scale: Tensor | float = 1.0,
     ) -> None:
-        self._prefixes, self._massive = prefixes, massive
+        self._prefixes, self._massive, self._scale = prefixes, massive, scale
         self.rows = 0
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # cosine, l0, l1
         # Squared error, l0.
         self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64, device=device)
         self._all = _Variance(d_out, device)
         self._ordinary = _Variance(d_out, device)  # of the rows that are not massive
+        self._scaled = _Variance(d_out, device)  # of rows divided by the scale, (E,)
         self._fired = torch.zeros(d_sae, dtype=torch.bool, device=device)
 
     @torch.no_grad()
@@ -104,7 +106,9 @@ class Reconstruction:
             last = counts.new_tensor(self._prefixes) - 1
             self._nested += torch.stack([nested, counts.cumsum(0)[last].double()])
         self._fired |= counts > 0
-        self._all.update(x, errors, torch.ones_like(errors))
+        ones = torch.ones_like(errors)
+        self._all.update(x, errors, ones)
+        self._scaled.update(x / self._scale, ((x_hat - x) / self._scale).square().sum(1), ones)
         if massive is not None:
             self._ordinary.update(x, errors, (~massive).double())
 
@@ -113,6 +117,7 @@ class Reconstruction:
             return
         self._all.all_reduce(communicator)
         self._ordinary.all_reduce(communicator)
+        self._scaled.all_reduce(communicator)
         self.rows = int(self._all.rows)
         communicator.all_reduce(self._sums)
         communicator.all_reduce(self._nested)
@@ -124,6 +129,7 @@ class Reconstruction:
         `mse` is a mean over rows and dimensions; `fvu` is infinite or NaN if the rows do not vary; `cosine` is 0 for a
         row if it or its reconstruction is zero; `l0` and `l1` are means over rows; `silent_fraction` counts latents
         that fire on no row, on training rows the dead ones; `prefixes`, of a nested SAE, have `latents`, `l0`, `fvu`.
+        All are of raw rows, but `metric_fvu`, the FVU of rows divided by the scale: in the metric of training.
         Where massive rows are kept apart also `massive_rows`, their number, `massive_variance`, the fraction of the
         variance that they hold, and `ordinary_fvu`, the FVU of the others.
         """
@@ -139,6 +145,7 @@ class Reconstruction:
             "rows": self.rows,
             "mse": float(self._all.sums[1]) / self.rows / len(self._all.mean),
             "fvu": fvu,
+            "metric_fvu": self._scaled.fvu,
             "explained_variance": 1 - fvu,
             "cosine": cosine,
             "l0": l0,
@@ -180,10 +187,11 @@ def reconstructions(
     massive: Massive | None = None,
 ) -> list[dict[str, Any]]:
     """`reconstruction` of several SAEs in one pass, over all processes."""
-    measures = [
-        Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive, sae.W_enc.device)
-        for sae in saes
-    ]
+    measures = []
+    for sae in saes:
+        scale = sae.normalisation.target_scale
+        own = Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive, scale.device, scale)
+        measures.append(own)
     for batch in batches:
         for sae, own in zip(saes, measures, strict=True):
             rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)

@@ -233,11 +233,12 @@ def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Te
     the plane of the first two principal components."""
     document, D = measured.document, measured.run.sae.d_in
     fvus = {name: number(document["references"][f"{key}_fvu"]) for key, name in FITS.items()}
+    metric = document["references"]["metric"]
     with figure(path, 12, 6.2) as drawn:
         halves: Any = drawn.subfigures(1, 2, width_ratios=[1.2, 1])
         left, right = halves
         drawn.suptitle(
-            f"{short(document['run'])} on {short(document['data'])}; FVU of "
+            f"{short(document['run'])} on {short(document['data'])}; FVU ({metric} metric) of "
             + ", ".join(f"{name} {fvu}" for name, fvu in fvus.items()),
             fontsize=12,
         )

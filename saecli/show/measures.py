@@ -14,7 +14,7 @@ from ..measure.evaluate import TOGETHER
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
-from .tables import Document, records_table, spelt, table
+from .tables import METRICS, Document, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -33,7 +33,7 @@ RECONSTRUCTION = (
 EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
 FEATURES = ("mcc", "f1", "precision", "recall", "uniqueness", "true_l0")
 SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
-REFITTED = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
+REFITTED = ("fvu", "metric_fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
 PICTURED_ROWS = 200  # whose codes `sae sparsity --plot` draws
 LATENTS_LISTED = 12
 SETS_LISTED = 20
@@ -73,7 +73,12 @@ def sparsest_first(runs: Sequence[Document]) -> list[Document]:
 def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list[RenderableType]:
     """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
     title = "sparsest first" if len(ranked) > 1 else None
-    shown = [comparison(ranked, RECONSTRUCTION, title)]
+    names = [*RECONSTRUCTION]
+    if any(run["metric_fvu"] != run["fvu"] for run in ranked):
+        names.insert(2, "metric_fvu")
+        words = "metric fvu: in the metric of training, the others raw"
+        title = f"{title}; {words}" if title else words
+    shown = [comparison(ranked, names, title)]
     prefixes = [
         prefix | {"run": run["run"]} for run in ranked for prefix in run.get("prefixes", ())
     ]
@@ -198,8 +203,8 @@ def places_table(run: Document) -> RenderableType:
 def stability_table(document: Document) -> RenderableType:
     """The pairs of `saecli.stability`; measures of latents that fire are columns of their own if some are silent."""
     lines = [pair | {"runs": ", ".join(pair["runs"])} for pair in document["pairs"]]
-    lines.append({**document, "runs": "all pairs", "latents": None})
-    columns = ["runs", "latents", *STABILITY]
+    lines.append({**document, "runs": "all pairs", "metric": None, "latents": None})
+    columns = ["runs", "metric", "latents", *STABILITY]
     if any(run["silent"] for run in document["runs"]):
         for line in lines:
             line.update({f"{name}, firing": line["firing"][name] for name in STABILITY})
@@ -267,7 +272,7 @@ def controls_table(document: Document) -> RenderableType:
     shown = [name for name in CONTROLLED if any(line[name] is not None for line in lines)]
     trainings = [run if line["control"] == "none" else line["control"] for line in lines]
     rows = [line | {"training": name} for line, name in zip(lines, trainings, strict=True)]
-    title = f"{run} and its controls, each on its held-out rows"
+    title = f"{run} and its controls, each on its held-out rows; fvu: raw"
     return records_table(title, rows, ["training", *shown])
 
 
@@ -285,7 +290,7 @@ def refit_table(document: Document) -> RenderableType:
         rows.append([f"factor of {target}", None, final["c"]])
     title = (
         f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
-        f"on {document['rows_test']:,} held-out rows"
+        f"on {document['rows_test']:,} held-out rows; ridge: {METRICS[document['metric']]}"
     )
     return table(title, ["measure", "before", "after"], rows)
 

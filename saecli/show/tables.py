@@ -15,6 +15,7 @@ from ..base.home import Home
 
 Document = Mapping[str, Any]  # what measure, geometry and others return, or a part of it
 LONG = 24  # characters of a word that is folded rather than leave other columns no room
+METRICS = {"raw": "raw rows", "training": "metric of training"}
 WHOLE = 16  # characters of a cell that is not folded, such as a size or a time
 
 
@@ -279,7 +280,7 @@ def geometry_table(document: Document) -> RenderableType:
     if (other := document["other_split"]) is not None:
         for name in ("margin", "complexity"):
             lines.append(_median_line(f"{name}, {other['split']} rows", other[name]))
-    title = f"{document['run']} on {document['data']}, {document['split']} rows"
+    title = f"{document['run']} on {document['data']}, {document['split']} rows; margins and complexity raw"
     lines += _reference_lines(document["references"])
     return table(title, ["measure", "value", "detail"], lines)
 
@@ -293,10 +294,11 @@ def _reference_lines(references: Document) -> list[list[Any]]:
     measured = f"{counted(references['rows_measured'], 'row')}, as the others"
     if not references["held_out"]:
         measured += "; rows fitted on are among them"
+    metric = METRICS[references["metric"]]
     return [
-        ["FVU of k-means", references["kmeans_fvu"], f"{kmeans}, {fitted}"],
-        ["FVU of the SAE", references["sae_fvu"], measured],
-        ["FVU of local PCA", references["local_pca_fvu"], pca],
+        [f"FVU of k-means, {metric}", references["kmeans_fvu"], f"{kmeans}, {fitted}"],
+        [f"FVU of the SAE, {metric}", references["sae_fvu"], measured],
+        [f"FVU of local PCA, {metric}", references["local_pca_fvu"], pca],
     ]
 
 
@@ -307,8 +309,9 @@ def geometries_table(documents: Sequence[Document]) -> RenderableType:
             document["margin"]["median"],
             document["complexity"]["median"],
             *(document["references"][f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")),
+            document["references"]["metric"],
         ]
         for document in documents
     ]
     heads = ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median"]
-    return table(None, [*heads, "k-means FVU", "SAE FVU", "local PCA FVU"], rows)
+    return table(None, [*heads, "k-means FVU", "SAE FVU", "local PCA FVU", "metric of FVU"], rows)

@@ -22,7 +22,7 @@ from saecli.sae.formats import SavedSAE, save
 from saecli.store.split import is_test
 
 JSON_KEYS = """
-run data split rows mse fvu explained_variance cosine l0 l1 silent_fraction massive_rows
+run data split rows mse fvu metric_fvu explained_variance cosine l0 l1 silent_fraction massive_rows
 massive_variance ordinary_fvu dead_fraction
 """
 KEYS = JSON_KEYS.split()

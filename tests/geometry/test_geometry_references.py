@@ -81,6 +81,7 @@ def test_the_fvus_are_their_definitions() -> None:
     expected = reconstruction(sae, torch.from_numpy(rows).double().split(37))
     assert measures["sae_fvu"] == pytest.approx(expected["fvu"], rel=1e-9)
     assert {name: value for name, value in measures.items() if not name.endswith("fvu")} == {
+        "metric": "raw",
         "kmeans_cells": 30,
         "local_pca_cells": 30,
         "local_pca_rank": 3,

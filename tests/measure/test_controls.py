@@ -14,6 +14,7 @@ from storing import collect
 import saecli
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
+from saecli.extract.options import HookPoint
 from saecli.measure.controls import of_model, shuffled
 from saecli.store.reader import RowSource
 from saecli.train.fit import planned
@@ -160,6 +161,24 @@ def test_a_models_rows_are_those_stored_also_where_some_were_dropped(sae: Comman
     model = LanguageModel(find_model("tiny-gemma2"), torch.device("cpu"))
     assert rows.store.meta.dropped["high_norm"] > 10
     np.testing.assert_allclose(rows_of(of_model(model, rows, nothing)), rows_of(rows), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_random_weights_are_read_by_norms_of_their_own(sae: CommandLine):
+    assert sae(f"{TINY} --name few").status == 0
+    rows = saecli.open_store("few", sae.home).split("all")
+    source, cpu = find_model("tiny-gemma2"), torch.device("cpu")
+    assert rows.reads is not None and np.ptp(rows.reads) > 0.01
+    own = of_model(LanguageModel(source, cpu), rows, nothing)
+    np.testing.assert_allclose(own.reads, rows.reads, rtol=1e-5)
+    drawn = LanguageModel(source, cpu, weights_seed=0)
+    for norm in drawn.model.modules():
+        if "RMSNorm" in type(norm).__name__:
+            torch.nn.init.uniform_(norm.weight, 0, 3)
+    point = HookPoint.of(rows.store.meta.source)
+    random = of_model(drawn, rows, nothing)
+    np.testing.assert_allclose(random.reads, drawn.reads(point).numpy(), rtol=1e-6)
+    assert np.ptp(random.reads) > 0.1
 
 
 @pytest.mark.slow

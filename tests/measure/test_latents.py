@@ -24,7 +24,9 @@ from saecli.measure.latents import (
     in_blocks,
 )
 from saecli.measure.stability import neighbours
+from saecli.sae.activations import Relu
 from saecli.sae.codes import SparseCodes, where
+from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 
 F, COUNT = 9, 4
@@ -287,8 +289,9 @@ def test_neighbours_are_the_largest_cosines_but_a_latents_own():
     unit = W_dec / np.maximum(np.linalg.norm(W_dec, axis=1, keepdims=True), 1e-300)
     cosines = unit @ unit.T
     np.fill_diagonal(cosines, -np.inf)
-    told = []
-    values, latents = neighbours(torch.from_numpy(W_dec), torch.tensor([3, 7, 39]), 5, told.append)
+    told, rows = [], torch.from_numpy(W_dec)
+    sae = SAE(rows.T, torch.zeros(40), rows, torch.zeros(6).double(), Relu())
+    values, latents = neighbours(sae, torch.tensor([3, 7, 39]), 5, told.append)
     order = np.argsort(-cosines[[3, 39]], axis=1)[:, :5]
     assert (latents[[0, 2]].numpy() == order).all()
     assert values[[0, 2]].numpy() == pytest.approx(np.take_along_axis(cosines[[3, 39]], order, 1))

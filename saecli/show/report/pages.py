@@ -103,7 +103,7 @@ class Details:
         W_dec = run.sae.W_dec
         latents = torch.tensor(chosen, device=W_dec.device)
         with listener.progress("comparing latents", len(chosen), "latents") as show:
-            self.neighbours = neighbours(W_dec, latents, NEIGHBOURS, show)
+            self.neighbours = neighbours(run.sae, latents, NEIGHBOURS, show)
         with listener.progress("counting pairs", len(chosen), "latents") as show:
             self.partners = survey.cofiring.partners(latents, NEIGHBOURS, show)
         self.outputs: OutputTokens | None = None

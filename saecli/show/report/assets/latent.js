@@ -71,6 +71,6 @@ function latentPage(data, latent, content) {
     page.promoted ? [logitHistogram(page), h("div", { class: "pair" }, tokenList("Promotes", page.promoted, scale, "up"),
       tokenList("Suppresses", page.suppressed, scale, "down"))] : null),
     textsOf(page, content.strings, largest),
-    h("div", { class: "pair near-list" }, otherLatents("Nearest decoder vectors", page.neighbours, "by cosine", latents.label),
+    h("div", { class: "pair near-list" }, otherLatents("Nearest decoder vectors", page.neighbours, "by cosine in the metric of training, if known", latents.label),
       otherLatents("Fire together", page.together, "by phi, the correlation of firing", latents.label)));
 }
