@@ -155,7 +155,7 @@ def signals_handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, own in before.items():
-            signal.signal(number, own)
+            signal.signal(number, own or signal.SIG_DFL)  # None: not set by Python
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class StoreMeta:
     request_hash: str
     dtype: StoredDtype
     d_in: Size
-    shard_rows: Size  # in every shard but the last
+    shard_rows: Size  # in a shard, at most
     chunk_rows: Annotated[int, Ge(0), Le(MOST)] = 0  # in a chunk; 0 for `rows_per_chunk`
     columns: tuple[str, ...] = ()  # names, out of `COLUMNS`, of the values stored with each row
     max_norm_multiple: Annotated[float, Ge(1), Lt(math.inf)] | None = None

@@ -82,6 +82,13 @@ def test_codes_are_those_of_a_hook_written_by_hand(tmp_path: Path, kind: str):
     assert [strongest[0][name] for name in ("frequency", "label")] == [None, None]
 
 
+def test_a_text_with_its_own_bos_is_read_as_without_it(tmp_path: Path):
+    folder, sae = save_model(tmp_path / "model", "llama"), steerable(Relu())
+    plain = saecli.read(sae, TEXT, str(folder), **AT)
+    with pytest.warns(UserWarning, match="the text begins with BOS, .* it is there once"):
+        assert saecli.read(sae, f"<bos>{TEXT}", str(folder), **AT) == plain
+
+
 def test_the_first_token_without_bos_has_no_codes(tmp_path: Path):
     folder, sae = save_model(tmp_path / "model", "gpt2", bos=False), steerable(Relu())
     sae.metadata = {"prepend_bos": False}

@@ -178,6 +178,14 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
     assert [line["prompt_max"] for line in lines] == pytest.approx(largest, rel=1e-3)
 
 
+def test_a_prompt_with_its_own_bos_is_continued_as_without_it(home: CommandLine):
+    words = ("steer", "first", "--latent", "3", "--scale", "9", "--max-new-tokens", "3", "--json")
+    plain, own = (home(*words, "--prompt", text) for text in (TEXT, f"<bos>{TEXT}"))
+    assert "--prompt begins with BOS" in own.err and "BOS" not in plain.err
+    (expected,), (found,) = plain.json["continuations"], own.json["continuations"]
+    assert found == {**expected, "prompt": f"<bos>{TEXT}"}
+
+
 def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     z = trained_on_docs(sae)
     latent = int(z.amax(0).argmax())
