@@ -6,7 +6,7 @@ Shapes: B windows, T tokens, D = d_in.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import product
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from ..base.errors import ConfigError, ModelError, did_you_mean
 from ..sae.dictionary import name_of
+from .blocks import ATTENTIONS, Stream, first_tensor, on_arguments, streams
 from .options import SITES, HookPoint
-from .reads import BEFORE_MLP
 
 MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
-ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
 PROJECTIONS = (
     "o_proj",
     "c_proj",
@@ -37,11 +36,10 @@ PROJECTIONS = (
 NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
 # The first of these parts of a block that it has; "" is the block itself. fc1 and fc2 stand in blocks that have no
-# module for the MLP (OPT).
+# module for the MLP (OPT). resid_mid is found by what a block computes, see `blocks`.
 PARTS: dict[str, tuple[str, list[str]]] = {
     "resid_pre": ("in", [""]),
     "resid_post": ("out", [""]),
-    "resid_mid": ("in", [*BEFORE_MLP, "mlp_norm"]),
     "mlp_in": ("in", [*MLPS, "fc1", *EXPERTS, "intermediate"]),
     "mlp_out": ("out", [*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS, "output.dense"]),
     "attn_out": (
@@ -53,7 +51,7 @@ PARTS: dict[str, tuple[str, list[str]]] = {
 # Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
 PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {*EXPERTS}, "mlp_out": {*EXPERTS}}
 EXPECTED = {
-    "resid_mid": "a norm between attention and the MLP",
+    "resid_mid": "a sum with attention's output that the MLP reads, and nothing else but the block's output",
     "attn_out": "attention alone",
     "attn_z": "attention with an output projection",
 }
@@ -75,7 +73,7 @@ class Modules:
                 raise self._unknown(name)
             return paths[0], side
         block = self.blocks[point.layer]
-        part = _part_at(block, point.site)
+        part = self._part(point.layer, point.site)
         if part is None:
             named = "a module of that name" if ":" in point.site else "an MLP alone"
             raise ConfigError(
@@ -108,11 +106,26 @@ class Modules:
     def sites(self) -> dict[tuple[str, str], str]:
         """The known sites by path and side of their modules; the first of several."""
         found: dict[tuple[str, str], str] = {}
-        for layer, block in enumerate(self.blocks):
+        for layer in range(len(self.blocks)):
             for site in SITES:
-                if _part_at(block, site) is not None:
+                if self._part(layer, site) is not None:
                     found.setdefault(self.at(HookPoint(layer, site)), site)
         return found
+
+    @cached_property
+    def streams(self) -> list[Stream]:
+        """The residual stream in each block; unknown where a model, such as one without weights, does not run so."""
+        try:
+            return streams(self.model, self.blocks)
+        except Exception:  # a model's code raises anything
+            return [Stream()] * len(self.blocks)
+
+    def _part(self, layer: int, site: str) -> tuple[str, str] | None:
+        """The part of a block, and its side, that a site is; None if the block has none."""
+        if site == "resid_mid":
+            return self.streams[layer].middle
+        added = self.streams[layer].added if site in ("attn_out", "mlp_out") else None
+        return _part_at(self.blocks[layer], site, added)
 
     def never_ran(self, point: HookPoint) -> ModelError:
         """The error for a hook point that a forward pass has not reached."""
@@ -179,35 +192,27 @@ class Modules:
                 added.append(new - rows)
             return new.reshape(activations.shape)
 
-        def on_input(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[Any, Any]:
-            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            first = first_tensor(given)
-            given[first] = replaced(given.get(first))
-            positional = tuple(given[index] for index in range(len(args)))
-            return positional, {name: given[name] for name in kwargs}
-
         def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not isinstance(output, tuple):
+            if not isinstance(output, tuple | list):
                 return replaced(output)
             parts = dict(enumerate(output))
             first = first_tensor(parts)
             parts[first] = replaced(parts.get(first))
-            return tuple(parts.values())
+            return type(output)(parts.values())
 
         def on_block(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not added:
                 return output
-            first, *rest = output if isinstance(output, tuple) else [output]
-            first = first + added.pop()
-            return (first, *rest) if isinstance(output, tuple) else first
+            if not isinstance(output, tuple | list):
+                return output + added.pop()
+            return type(output)([output[0] + added.pop(), *output[1:]])
 
         with ExitStack() as hooks:
             if point.site == "resid_mid":
                 hooks.enter_context(around.register_forward_hook(on_block, prepend=True))
             hooks.enter_context(around.register_forward_pre_hook(begin, with_kwargs=True))
             if side == "in":
+                on_input = on_arguments(replaced)
                 hooks.enter_context(module.register_forward_pre_hook(on_input, with_kwargs=True))
             else:
                 hooks.enter_context(module.register_forward_hook(on_output))
@@ -232,8 +237,8 @@ def blocks_of(model: Any, layers: int, name: str) -> str:
     return max(folders, key=lambda path: len(commonpath([home.replace(".", "/"), folders[path]])))
 
 
-def _part_at(block: nn.Module, site: str) -> tuple[str, str] | None:
-    """The part of a block, and its side, that a site is; None if the block has none."""
+def _part_at(block: nn.Module, site: str, among: Collection[str] | None) -> tuple[str, str] | None:
+    """`Modules._part` for the sites that are known by names, if given `among` these modules."""
     modules = dict(block.named_modules())
     if ":" in site:
         part, _, side = site.partition(":")
@@ -241,33 +246,17 @@ def _part_at(block: nn.Module, site: str) -> tuple[str, str] | None:
     if site in PAIRS and modules.keys() >= PAIRS[site]:
         return None
     side, parts = PARTS[site]
-    # Norms follow attention and MLP, as in Gemma 2; OLMo 2 has no others.
-    if "post_feedforward_layernorm" in modules:
-        if site == "attn_out":
-            parts = ["post_attention_layernorm"]
-        if site == "resid_mid":
-            parts = ["pre_feedforward_layernorm", "mlp"]
-    if site == "resid_mid" and getattr(block, "use_parallel_residual", False):  # Pythia
-        return None
-    if site == "resid_mid" and "attention.output" in modules:  # BERT, ESM
-        return "attention", "out"
-    return next(((part, side) for part in parts if modules.get(part) is not None), None)
+    # Norms follow attention and MLP, as in Gemma 2 and AFMoE; OLMo 2 has no others.
+    if site == "attn_out" and modules.keys() & {"post_feedforward_layernorm", "pre_mlp_layernorm"}:
+        parts = ["post_attention_layernorm"]
+    known = (part for part in parts if modules.get(part) is not None)
+    return next(((part, side) for part in known if among is None or part in among), None)
 
 
 def is_of_tokens(tensor: Tensor, windows: Sequence[int]) -> bool:
     """Whether a tensor is activations of windows of tokens, (B, T, D); mixtures of experts and OPT flatten them."""
     B, T = windows
     return tensor.is_floating_point() and tuple(tensor.shape[:-1]) in ((B, T), (B * T,), (1, B * T))
-
-
-def first_tensor(given: Mapping[Any, Any]) -> Any:
-    """The key of the activations, or tokens, among a module's arguments, by position or name; None without a tensor."""
-    tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
-    if 0 in tensors:
-        return 0
-    # Names in any order: generation in transformers 5.0 gives cache_position first.
-    named = [name for name in ("hidden_states", "input_ids", "inputs_embeds") if name in tensors]
-    return next(iter([*named, *tensors]), None)
 
 
 def folded(name: str) -> str:

@@ -7,6 +7,7 @@ are kept; the configuration stays the whole model's, so that they compute the sa
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -27,11 +28,12 @@ from transformers.utils import logging
 from ..base.devices import moved
 from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
+from .blocks import Reached, norms_of
 from .hooks import Modules, blocks_of, folded
 from .model_objects import LoadedSource
 from .model_source import ModelSource, explained, find_model, from_pretrained
 from .options import SIDES, HookPoint
-from .reads import reading_norms, weights_read
+from .reads import weights_read
 
 Taken = TypeVar("Taken")
 
@@ -86,7 +88,7 @@ class LanguageModel:
                     torch.manual_seed(weights_seed)
                     self.model = loader.from_config(source.config, **settings)
             self.modules = _modules(self.model, source)
-            self._norms = list(map(reading_norms, self.blocks))
+            self._norms = self._norms_of_blocks()
             if last is not None:
                 del self.blocks[last + 1 :]
             self.model.to(device).eval()
@@ -104,7 +106,7 @@ class LanguageModel:
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
         self.modules = _modules(self.model, source)
-        self._norms = list(map(reading_norms, self.blocks))
+        self._norms = self._norms_of_blocks()
 
     def _demand_tokens(self) -> None:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
@@ -191,8 +193,22 @@ class LanguageModel:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
         if point.layer is None or not point.has_model_width or point.site == "mlp_in":
             return None
+        if not self._norms:  # of random weights
+            return None
+        tried = self.modules.streams  # of blocks that are not loaded the norms have the same names
+        before = {name for stream in tried for name in stream.before}
+        after = {name for stream in tried for name in stream.after}
+        norms: list[nn.Module] = []
+        if point.site in ("resid_mid", "attn_out"):
+            norms += [norm for name, norm in self._norms[point.layer].items() if name in after]
         first_block = point.layer if point.site == "resid_pre" else point.layer + 1
-        return weights_read(self._norms[first_block:])
+        for own in self._norms[first_block:]:
+            if before & own.keys():  # else attention reads the stream itself, as in OLMo 2
+                norms += [norm for name, norm in own.items() if name in before | after]
+        return weights_read(norms)
+
+    def _norms_of_blocks(self) -> list[dict[str, nn.Module]]:
+        return [norms_of(block, self.source.d_model) for block in self.blocks]
 
 
 def _predicts_masked(source: ModelSource) -> bool:
@@ -234,10 +250,6 @@ class SideBySide:
             if own := [point for point in points if point.model == number]:
                 taken |= zip(own, model.read(token_ids, mask, own, take), strict=True)
         return [taken[point] for point in points]
-
-
-class Reached(Exception):  # noqa: N818 - not an error
-    """Ends a forward pass once all wanted activations have been read."""
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -298,8 +310,9 @@ def modules_of(source: ModelSource) -> Modules:
     """The modules of a model, without weights unless it is loaded."""
     if isinstance(source, LoadedSource):
         return _modules(source.model, source)
-    with torch.device("meta"):
-        return _modules(AutoModel.from_config(source.config), source)
+    config = deepcopy(source.config)  # which the next line changes
+    with torch.device("meta"):  # where other kinds of attention ask for values
+        return _modules(AutoModel.from_config(config, attn_implementation="eager"), source)
 
 
 def modules_document(model: str, revision: str | None) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from torch.nn import functional
 
 from ..base.errors import ModelError
 from ..sae.dictionary import SAE
+from .blocks import Reached
 from .forward import pass_tokens
-from .language_model import LanguageModel, Reached
+from .language_model import LanguageModel
 from .options import HookPoint
 from .splice import TextWindow, in_batches, padded
 from .tokenizer import affixes
@@ -160,7 +161,7 @@ def _repeating(blocks: nn.ModuleList, below: Below) -> Iterator[None]:
 def _copied(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.detach().clone()
-    return (output[0].detach().clone(), *output[1:])
+    return type(output)([output[0].detach().clone(), *output[1:]])
 
 
 class CleanPass:

@@ -5,47 +5,27 @@ weights g differ between dimensions: from 1 to 119 in the last third of Gemma 3 
 small ones. With rows scaled by the root of g (`--normalize model`) an SAE's error lies where the model looks least.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-# The first of each that a block has. A block without one before attention, such as OLMo 2's, reads x itself.
-BEFORE_ATTENTION = ("input_layernorm", "ln_1", "norm_1", "self_attn_layer_norm", "operator_norm")
-BEFORE_MLP = (
-    "pre_feedforward_layernorm",
-    "pre_ff_layernorm",
-    "post_attention_layernorm",
-    "ln_2",
-    "norm_2",
-    "final_layer_norm",
-    "ffn_norm",
-)
 LEAST = 1e-3  # of the mean over dimensions
 
 
 @torch.no_grad()
-def weights_read(norms: Iterable[Sequence[nn.Module]]) -> Tensor | None:
-    """The root mean square, (D,), of the weights of the `reading_norms` of blocks; None without any but 0.
+def weights_read(norms: Iterable[nn.Module]) -> Tensor | None:
+    """The root mean square, (D,), of the weights of norms; None without any but 0.
 
     The weight of a norm that multiplies by 1 plus its parameter (Gemma) is that sum.
     """
-    factors = [_factor(norm) for norm in chain.from_iterable(norms)]
+    factors = [_factor(norm) for norm in norms]
     if not factors:
         return None
     reads = torch.stack(factors).square().mean(0).sqrt()
     mean = reads.mean().item()
     return reads.clamp(min=LEAST * mean) if 0 < mean < torch.inf else None
-
-
-def reading_norms(block: nn.Module) -> list[nn.Module]:
-    """A block's norms whose input is the residual stream, of those that have weights."""
-    first = [name for name in BEFORE_ATTENTION if hasattr(block, name)]
-    second = [name for name in BEFORE_MLP if hasattr(block, name)]
-    norms = [getattr(block, name) for name in (*first[:1], *second[:1])] if first else []
-    return [norm for norm in norms if getattr(norm, "weight", None) is not None]
 
 
 def _factor(norm: nn.Module) -> Tensor:

@@ -127,6 +127,8 @@ def splices(
     for part in parts:
         part.at.check(config.hidden_size, config.num_hidden_layers, name)
     modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
+    for part in parts:
+        modules.at(part.at.written)  # which may run the model, before hooks act in it
     if special is None:
         special = []
         for kind in KINDS:

@@ -164,6 +164,8 @@ def test_effects_are_of_masked_tokens(sae: CommandLine, tmp_path: Path, kind: st
     model = AutoModelForMaskedLM.from_pretrained(folder).eval()
     block = loaded(folder).modules
     path, side = block.at(HookPoint(0, site))
+    if kind == "esm":  # what its LayerNorm reads; by a plain hook on the sum itself
+        path, side = path.replace("LayerNorm", "attention"), "out"
     module = model.get_submodule(block.name(path))
     clean = spliced = kl = 0.0
     count = rows = 0

@@ -1,8 +1,11 @@
 """The sites of tiny models of many families, against plain hooks, hidden_states and the sum of a block's parts; and
 multimodal models, whose language model is read and spliced."""
 
+from ast import literal_eval
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,7 @@ FAMILIES = {  # by the modules whose input is mlp_in, and whose outputs are mlp_
     "nemotron cohere2 mixtral qwen3_moe gpt_oss olmoe qwen3_next qwen3_5_text mamba",
     "mlp post_feedforward_layernorm post_attention_layernorm": "gemma2 gemma3_text olmo2 olmo3 exaone4",
     "mlp post_mlp_layernorm post_self_attn_layernorm": "glm4",
+    "mlp post_mlp_layernorm post_attention_layernorm": "afmoe",
     "fc1 fc2 self_attn": "opt",
     "mlp mlp attn": "gpt2 gptj gpt_neo",
     "mlp mlp attention": "gpt_neox",
@@ -78,6 +82,7 @@ MIDDLE = {
     **dict.fromkeys(("gpt2", "gpt_neo"), "ln_2"),
     **dict.fromkeys(("phi", "cohere2", "mamba", "gptj", "gpt_neox"), ""),
     "opt": "final_layer_norm",
+    "afmoe": "pre_mlp_layernorm",
     "mpt": "norm_2",
     "lfm2": "ffn_norm",
 }
@@ -91,6 +96,20 @@ PROJECTION = {  # of attention, whose input is attn_z
     "bloom": "self_attention.dense",
 }
 INPUTS = ("mlp_in", "resid_mid", "attn_z")
+# Names of norms before attention and the MLP, on norms after them; parallel blocks with two norms; BLOOM's second norm
+# on the residual stream itself. With the module that has resid_mid, and its side.
+DECEPTIVE = {
+    "opt do_layer_norm_before=False": ("self_attn_layer_norm", "out"),
+    "openai-gpt": ("ln_1", "out"),
+    "bloom apply_residual_connection_post_layernorm=True": ("mlp", "in"),
+    "gpt_neox use_parallel_residual=True": None,
+    "stablelm use_parallel_residual=True": None,
+    "gpt_neox use_parallel_residual=False": ("post_attention_layernorm", "in"),
+    "granite residual_multiplier=0.3": ("post_attention_layernorm", "in"),
+    "xglm": ("final_layer_norm", "in"),
+    "ctrl": ("layernorm2", "in"),
+}
+READ = {"gpt_neox", "stablelm", "granite", "xglm", "ctrl"}  # by norms
 QUICK = ("gpt2", "gpt_neox", "llama", "gemma2")
 VISION = sized(
     {
@@ -222,3 +241,46 @@ def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(
     assert sae(line).status == 0
     assert sae("train --data rows --act topk --k 4 --steps 9 --name run").status == 0
     assert sae("eval", "run", "--model", folder, "--json").json["runs"][0]["kl"] > 0
+
+
+@pytest.mark.parametrize("case", [*DECEPTIVE])
+def test_the_middle_of_a_block_is_what_its_output_depends_on(case: str, tmp_path: Path):
+    family, _, setting = case.partition(" ")
+    config = tiny_config(family)
+    if setting:
+        name, value = setting.split("=")
+        setattr(config, name, literal_eval(value))
+    model, point = loaded(save_model(tmp_path, config), head=True), HookPoint(0, "resid_mid")
+    point_post = HookPoint(0, "resid_post")
+    assert (model.reads(point_post) is not None) == (family in READ)
+    if DECEPTIVE[case] is None:
+        with pytest.raises(ConfigError, match="--site resid_mid is unknown"):
+            model.modules.at(point)
+        return
+    path, side = model.modules.at(point)
+    assert (path.split(".0.")[1], side) == DECEPTIVE[case]
+    x = [torch.randn(3, 9, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    found = {}
+    for number, middle in product((0, 1), (None, 2, 3)):
+        with ExitStack() as hooks:
+            at_input = model.modules.intercepted(HookPoint(0, "resid_pre"), lambda _: x[number])  # noqa: B023
+            hooks.enter_context(at_input)
+            own = lambda m: m if middle is None else x[middle]  # noqa: B023, E731
+            hooks.enter_context(model.modules.intercepted(point, own))
+            found[number, middle] = model.read(TOKENS, MASK, [point_post], torch.clone)[0][
+                MASK == 1
+            ]
+    assert (found[0, None] - found[1, None]).abs().max() > 0.1
+    assert (found[0, 2] - found[0, 3]).abs().max() > 0.1
+    torch.testing.assert_close(found[0, 2], found[1, 2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["hyperclovax", "lfm3"])
+def test_an_output_that_a_norm_changes_before_it_is_added_is_no_addition(
+    family: str, tmp_path: Path
+):
+    if family not in CONFIG_MAPPING:
+        pytest.skip(NEWER)
+    model = loaded(save_model(tmp_path, tiny_config(family)))
+    with pytest.raises(ConfigError, match="--site mlp_out is unknown in a"):
+        model.modules.at(HookPoint(0, "mlp_out"))

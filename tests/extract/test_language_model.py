@@ -51,6 +51,7 @@ def read(model: LanguageModel, tokens: tuple[Tensor, Tensor], layer: int, site: 
 
 
 def test_forward_pass_stops_at_the_site(model, tokens):
+    assert len(model.modules.streams) == len(model.blocks)  # in a pass of its own
     ran = []
     handles = [
         block.register_forward_hook(lambda *_, index=index: ran.append(index))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from saecli.extract.options import HookPoint
-from saecli.extract.reads import reading_norms, weights_read
+from saecli.extract.reads import weights_read
 
 NORMS = {
     "input_layernorm post_attention_layernorm": "llama gemma phi3 mixtral gpt_neox bloom stablelm",
@@ -56,7 +56,8 @@ def test_the_norms_of_later_blocks_read_the_residual_stream(
     model = loaded(tmp_path, head=True)
     block = model.blocks[1]
     norms = {name: getattr(block, name) for name in names.split()}
-    assert reading_norms(block) == [*norms.values()]
+    stream = model.modules.streams[1]
+    assert (*stream.before, *stream.after) == tuple(norms)
     inputs: dict[str, Tensor] = {}
     hooks = [
         norm.register_forward_pre_hook(
@@ -77,9 +78,13 @@ def test_the_norms_of_later_blocks_read_the_residual_stream(
         return
     expected = torch.stack([measured_factor(norm) for norm in norms.values()])
     torch.testing.assert_close(reads, expected.square().mean(0).sqrt(), rtol=1e-3, atol=1e-3)
-    for site in ("mlp_out", "attn_out"):
-        assert torch.equal(model.reads(HookPoint(0, site)), reads)
+    assert torch.equal(model.reads(HookPoint(0, "mlp_out")), reads)
     assert torch.equal(model.reads(HookPoint(1, "resid_pre")), reads)
+    own = [getattr(model.blocks[0], name) for name in model.modules.streams[0].after]
+    expected = torch.stack([*expected, *map(measured_factor, own)])
+    for site in ("attn_out", "resid_mid"):  # the block's own MLP reads them first
+        found = model.reads(HookPoint(0, site))
+        torch.testing.assert_close(found, expected.square().mean(0).sqrt(), rtol=1e-3, atol=1e-3)
     assert not torch.equal(model.reads(HookPoint(0, "resid_pre")), reads)
     assert model.reads(HookPoint(0, "mlp_in")) is None
     assert model.reads(HookPoint(1, "resid_post")) is None
@@ -90,7 +95,7 @@ def test_norms_that_let_nothing_through_say_nothing_about_reads(weight: float):
     norms = [nn.RMSNorm(4), nn.LayerNorm(4)]
     for norm in norms:
         nn.init.constant_(norm.weight, weight)
-    assert weights_read([norms]) is None
+    assert weights_read(norms) is None
     nn.init.constant_(norms[0].weight, 1e-30)
     nn.init.constant_(norms[1].weight, 2.0)
-    assert (weights_read([norms]) > 0).all()
+    assert (weights_read(norms) > 0).all()
