@@ -5,7 +5,7 @@ are kept; the configuration stays the whole model's, so that they compute the sa
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -30,10 +30,11 @@ from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
 from .blocks import Reached, norms_of
 from .hooks import Modules, blocks_of, folded
-from .model_objects import LoadedSource
+from .model_objects import LoadedSource, in_eval_mode, state_hash
 from .model_source import ModelSource, explained, find_model, from_pretrained
 from .options import SIDES, HookPoint
 from .reads import weights_read
+from .splice import spec_of
 
 Taken = TypeVar("Taken")
 
@@ -63,7 +64,7 @@ class LanguageModel:
         self.source, self.device = source, device
         self.mask_token: int | None = None
         if isinstance(source, LoadedSource):
-            self._take(source)
+            self._take(source, head)
             return
         settings: dict[str, Any] = {
             "dtype": getattr(torch, source.dtype_on(device, dtype)),
@@ -101,8 +102,12 @@ class LanguageModel:
         self.model.requires_grad_(False)
         self._demand_tokens()
 
-    def _take(self, source: LoadedSource) -> None:
+    def _take(self, source: LoadedSource, head: bool | str) -> None:
         self.model, self.tokenizer = source.model, source.tokenizer
+        if head == "any" and _predicts_masked(source):
+            self.mask_token = self.tokenizer.mask_token_id
+        if head and self.mask_token is None:
+            _with_head(source)
         self._demand_tokens()
         self.device = self.model.get_input_embeddings().weight.device
         self.modules = _modules(self.model, source)
@@ -170,9 +175,10 @@ class LanguageModel:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Turn an error in the model's code, which does not name the model, into a ModelError."""
+        """Turn an error in the model's code, which does not name the model, into a ModelError; no dropout meanwhile."""
         try:
-            yield
+            with in_eval_mode([self.model]):
+                yield
         except (Reached, SaeError):
             raise
         # A model's code is the library's or its author's, and raises anything.
@@ -184,6 +190,20 @@ class LanguageModel:
                 f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
                 f"another model"
             ) from error
+
+    def unlike(self, stored: Mapping[str, Any]) -> str | None:
+        """How this model is not the one of a store's source, or may not be; None if it is."""
+        source, spec = self.source, spec_of(stored)
+        if spec != source.spec:
+            return f"came from {spec}, and is run through {source.spec}"
+        given = isinstance(source, LoadedSource)
+        if "loaded" not in stored and given:
+            return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
+        if "loaded" not in stored or given:
+            same = stored.get("weights") == source.content
+        else:
+            same = stored.get("state") == state_hash(self.model)
+        return None if same else f"came from {spec} with other weights than it has now"
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -23,6 +23,7 @@ class LoadedSource(ModelSource):
 
     model: Any = None
     tokenizer: Any = None
+    state: str = ""  # hash of its weights alone
 
     @property
     def id(self) -> str:
@@ -31,7 +32,7 @@ class LoadedSource(ModelSource):
 
     @property
     def origin(self) -> dict[str, Any]:
-        return super().origin | {"loaded": type(self.model).__name__}
+        return super().origin | {"loaded": type(self.model).__name__, "state": self.state}
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
         return name_of(next(self.model.parameters()).dtype)
@@ -93,19 +94,22 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
             "AutoTokenizer.from_pretrained returns"
         )
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+    state = state_hash(model)
     content = hash_request(
         {
-            "weights": _weights_hash(model),
+            "weights": state,
             "config": model.config.to_json_string(),
             "tokens": tokenizer.get_vocab(),
             "template": tokenizer.chat_template,
         }
     )
-    return LoadedSource(name, "", None, model.config, content, model=model, tokenizer=tokenizer)
+    given = {"model": model, "tokenizer": tokenizer, "state": state}
+    return LoadedSource(name, "", None, model.config, content, **given)
 
 
 @torch.no_grad()
-def _weights_hash(model: nn.Module) -> str:
+def state_hash(model: nn.Module) -> str:
+    """Hash of a model's weights."""
     digest = sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -117,8 +121,8 @@ def _weights_hash(model: nn.Module) -> str:
 def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     """While open, models have no dropout; after it, each module is in the mode that it had."""
     training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        model.eval()
+    for module in training:
+        module.training = False
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
+ModelLike = str | torch.nn.Module  # a name, or a loaded model
 READ = 1 << 16  # rows of the columns per read
 
 
@@ -164,13 +165,40 @@ def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
     return HookPoint(layer, site)
 
 
+def model_given(model: Any, tokenizer: Any) -> Any:
+    """A model, or a list of them, as `source_of` takes them: names, and of loaded models, with their tokenizer, their
+    sources. ConfigError for what is neither."""
+    several = isinstance(model, list | tuple)
+    models = list(model) if several else [model]
+    if tokenizer is None and all(isinstance(each, str | None) for each in models):
+        return model
+    if model is None:
+        raise ConfigError(
+            "tokenizer does nothing without a loaded model; leave it out, or give both"
+        )
+    from .model_objects import loaded_sources
+
+    sources = loaded_sources(models, tokenizer, (), "auto")
+    return sources if several else sources[0]
+
+
+def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "ModelSource":
+    """A model from `model_given`, at the revision that one of the recorded specs has of it; loads no weights."""
+    from .model_source import find_model
+
+    return (
+        find_model(model, recorded_revision(model, recorded)) if isinstance(model, str) else model
+    )
+
+
 def model_of(
-    saes: Sequence[Hooked], name: str | None, listener: Listener, revision: str | None = None
+    saes: Sequence[Hooked],
+    name: "str | ModelSource | None",
+    listener: Listener,
+    revision: str | None = None,
 ) -> "ModelSource":
     """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
     loads no weights."""
-    from .model_source import find_model
-
     recorded = {sae.models[0] for sae in saes}
     if name is None and len(recorded) == 1:
         (name,) = recorded
@@ -182,7 +210,7 @@ def model_of(
             f"{' and '.join(sae.name for sae in saes)}, got "
             f"{' and '.join(sorted(spec or 'none' for spec in recorded))}; name it with --model"
         )
-    source = find_model(name, revision or recorded_revision(name, recorded))
+    source = source_of(name, {f"{name}@{revision}"} if revision else recorded)
     for sae in saes:
         sae.check(source.d_model, source.layers, source.name)
         if sae.models[0] not in (None, name, source.id, source.spec):

@@ -13,7 +13,16 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint
-from ..extract.splice import READ, check_rows, hooked, recorded_revision, spec_of, stored_windows
+from ..extract.splice import (
+    READ,
+    ModelLike,
+    check_rows,
+    hooked,
+    model_given,
+    source_of,
+    spec_of,
+    stored_windows,
+)
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
@@ -88,7 +97,8 @@ def evaluate(
     *,
     target: ArrayLike | str | None = None,
     split: Which = "test",
-    model: str | Sequence[str] | None = None,
+    model: ModelLike | Sequence[ModelLike] | None = None,
+    tokenizer: Any = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
@@ -107,7 +117,7 @@ def evaluate(
         split: test, the rows held out; train, those trained on; or all.
         model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
             it; of a crosscoder of several models all of them. ID@REVISION is a branch, tag or commit on the hub, by
-            default the commit that the rows came from.
+            default the commit that the rows came from. Or a loaded model, or several, with their `tokenizer`.
         tokens: number of the split's tokens that the model is run over; by default 16,384, less for several SAEs.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
@@ -121,6 +131,7 @@ def evaluate(
         many tokens again. For a list of SAEs, a list.
     """
     check_tokens(tokens, model)
+    model = model_given(model, tokenizer)
     listener = listening(progress)
     chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
     several: Sequence[Any] = sae if isinstance(sae, list | tuple) else [sae]
@@ -130,7 +141,7 @@ def evaluate(
 
 def compare_measured(
     measured_saes: Sequence[Measured],
-    model: str | Sequence[str] | None,
+    model: Any,
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
@@ -140,7 +151,7 @@ def compare_measured(
     return documents
 
 
-def check_tokens(tokens: int | None, model: str | Sequence[str] | None) -> None:
+def check_tokens(tokens: int | None, model: Any) -> None:
     """ConfigError for a number of tokens below 1 or without a model."""
     if tokens is not None and model is None:
         raise ConfigError(
@@ -149,23 +160,22 @@ def check_tokens(tokens: int | None, model: str | Sequence[str] | None) -> None:
     demand_at_least("tokens", tokens)
 
 
-def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":
-    """The rows of each store, inputs first, and its model; refuses unfit models before other work, loads no weights."""
-    from ..extract.model_source import find_model  # transformers takes seconds to import
-
-    names = [model] if isinstance(model, str) else model
+def check_model(measured: Measured, model: Any) -> "list[tuple[Rows, ModelSource]]":
+    """The rows of each store, inputs first, and its model, from `model_given`; refuses unfit models before other work,
+    loads no weights."""
+    models = model if isinstance(model, list | tuple) else [model]
     target = [measured.rows.target] if measured.rows.target else []
     stores_rows = [measured.of_store, *measured.rows.inputs[1:], *target]
     recorded = [spec_of(rows.store.meta.source) for rows in stores_rows]
     wanted = list(dict.fromkeys(recorded))
-    sources = [find_model(name, recorded_revision(name, recorded)) for name in names]
+    sources = [source_of(each, recorded) for each in models]
     by_spec = {source.spec: source for source in sources}
     if len(wanted) > 1 and target:
         measured.demand_reconstruction("the effect on a model")
-    if len(names) != len(wanted) or len(by_spec) < len(names):
+    if len(sources) != len(wanted) or len(by_spec) < len(sources):
         raise ConfigError(
             f"--model must be given once for each model that {measured.rows.name} came from, "
-            f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}"
+            f"{' and '.join(map(str, wanted))}, got {' and '.join(source.name for source in sources)}"
         )
     others = [source for spec, source in by_spec.items() if spec not in wanted]
     of_recorded = {}
@@ -179,7 +189,7 @@ def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[R
 
 def evaluate_all(
     measured_saes: Sequence[Measured],
-    model: str | Sequence[str] | None,
+    model: Any,
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
@@ -258,9 +268,7 @@ class _Splice:
         return document
 
 
-def _splices(
-    measured_saes: Sequence[Measured], model: str | Sequence[str], listener: Listener
-) -> list[_Splice]:
+def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) -> list[_Splice]:
     """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
     from ..extract.passes import Passes
@@ -277,10 +285,8 @@ def _splices(
             if source.spec not in models:
                 models[source.spec] = Passes(LanguageModel(source, device, head="any"))
             origin = rows.store.meta.source
-            if spec_of(origin) != source.spec:
-                listener.warn(
-                    f"{rows.name} came from {spec_of(origin)}, and is run through {source.spec}"
-                )
+            if reason := models[source.spec].model.unlike(origin):
+                listener.warn(f"{rows.name} {reason}")
             points.append(HookPoint.of(origin, specs.index(source.spec)))
         reads = writes = tuple(points)
         saes = [measured_saes[index] for index in members]
@@ -371,7 +377,7 @@ def note_doubts(
 
 def together(
     measured_saes: Sequence[Measured],
-    model: str | Sequence[str],
+    model: Any,
     tokens: int | None,
     listener: Listener,
 ) -> dict[str, Any]:

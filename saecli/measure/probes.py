@@ -40,7 +40,15 @@ from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint, last_layer, place_given
-from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
+from ..extract.splice import (
+    Hooked,
+    ModelLike,
+    TextWindow,
+    hooked,
+    model_given,
+    model_of,
+    stored_activations,
+)
 from ..extract.tokenizer import affixes, text_ids
 from ..sae.library import SAELike, open_sae
 from .measured import codes_of
@@ -61,7 +69,8 @@ BINARY = "Binary Classification"
 def probe(
     saes: SAELike | Sequence[SAELike] = None,
     *,
-    model: str | None = None,
+    model: ModelLike | None = None,
+    tokenizer: Any = None,
     layer: int | None = None,
     site: str | None = None,
     module: str | None = None,
@@ -78,7 +87,7 @@ def probe(
     Args:
         saes: one or several, as in `evaluate`.
         model: hub id, also ID@REVISION, folder or GGUF file; None for the language model whose activations the SAEs
-            were trained on, at their commit.
+            were trained on, at their commit. Or a loaded model, with its `tokenizer`.
         layer, site, or module: the hook point that the SAEs read, if their files do not say.
         sets: names of the sets of sae-probes, or patterns; as one text, separated by commas; None for all 113.
         rows: texts per set, half of each class, at least 20.
@@ -104,7 +113,7 @@ def probe(
     place = place_given(layer, site, module)
     probed = [hooked(each, *place) for each in opened]
     _check(probed, k)
-    source = model_of(probed, model, listener)
+    source = model_of(probed, model_given(model, tokenizer), listener)
     labelled_sets = Sets()
     names = labelled_sets.chosen(sets)
     context = context or min(CONTEXT, source.positions or CONTEXT)

@@ -23,7 +23,15 @@ from ..base.errors import ConfigError, demand_at_least, demand_text, unknown_cho
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
-from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
+from ..extract.splice import (
+    Hooked,
+    ModelLike,
+    TextWindow,
+    hooked,
+    model_given,
+    model_of,
+    stored_activations,
+)
 from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters, repeated
 from ..extract.windows import Window, Windows
@@ -154,8 +162,9 @@ def _ordered(sizes: np.ndarray, chosen: list[int] | None, top: int) -> list[int]
 def read(
     sae: SAELike,
     text: str | Messages,
-    model: str | None = None,
+    model: ModelLike | None = None,
     *,
+    tokenizer: Any = None,
     compare: str | Messages | None = None,
     latents: int | Sequence[int] | str | None = None,
     top: int = TOP,
@@ -171,7 +180,8 @@ def read(
     Args:
         sae, device, home, progress: as in `evaluate`.
         text: a text, or the messages of a chat, each with role and content, for the tokenizer's chat template.
-        model: hub id, folder or GGUF file; by default the model that the SAE's file names.
+        model: hub id, folder or GGUF file; by default the model that the SAE's file names. Or a loaded model, with its
+            `tokenizer`.
         compare: another such text.
         latents: those to describe; `listed`: all that are among the `top` of a token; by default the `top` strongest.
         layer, site, or module: the hook point, if the SAE's file has none.
@@ -197,7 +207,7 @@ def read(
     if not isinstance(latents, str | None):
         chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name)
     labels = shown_labels(opened[0].folder, sae_at.sae.d_sae)
-    source = model_of([sae_at], model, listener)
+    source = model_of([sae_at], model_given(model, tokenizer), listener)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
     reader = _Reader(sae_at, loaded)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]

@@ -28,9 +28,17 @@ from ..base.documents import point_words
 from ..base.errors import ConfigError, counted, demand_at_least, demand_text, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
-from ..extract.model_source import find_model
 from ..extract.options import place_given
-from ..extract.splice import Hooked, TextWindow, hooked, model_of, stored_activations
+from ..extract.splice import (
+    Hooked,
+    ModelLike,
+    TextWindow,
+    hooked,
+    model_given,
+    model_of,
+    source_of,
+    stored_activations,
+)
 from ..extract.spliced import Splice, splices
 from ..extract.tokenizer import TokenTexts, affixes, repeated, special_ids, text_ids
 from ..extract.tokens import continuation
@@ -188,7 +196,8 @@ def steer(
     *,
     method: str = "add",
     scale: float | Sequence[float] | None = None,
-    model: str | None = None,
+    model: ModelLike | None = None,
+    tokenizer: Any = None,
     layer: int | None = None,
     site: str | None = None,
     module: str | None = None,
@@ -199,7 +208,8 @@ def steer(
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
 ) -> dict[str, Any]:
-    """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`.
+    """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`,
+    and `model` may be a loaded one, with its `tokenizer`.
 
     Returns:
         The arguments as used, `scale` by default each latent's largest code on the store; `activation_norm`, the median
@@ -211,10 +221,12 @@ def steer(
     demand_at_least("temperature", temperature, 0)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     listener, home = listening(progress), Home.at(home)
-    if model is not None and "@" in model:  # a branch or a tag, where SAEs name a commit
-        model = find_model(model).spec
+    given = model_given(model, tokenizer)
+    if isinstance(given, str) and "@" in given:  # a branch or a tag, where SAEs name a commit
+        given = source_of(given, ())
     opened = open_sae(home, sae, listener)
-    sae_at = _hooked(opened, method, model, *place_given(layer, site, module))
+    name = given if isinstance(given, str | None) else given.spec
+    sae_at = _hooked(opened, method, name, *place_given(layer, site, module))
     change = _change(sae_at, method, latents, scale)
     labels = shown_labels(opened[0].folder, opened[1].sae.d_sae)
     largest, store_rows = _largest_on_store(home, opened, device, change.latents) or (None, None)
@@ -231,7 +243,7 @@ def steer(
                     f"does not fire on {counted(store_rows or 0, 'row')} of the run's store"
                 )
         change = change._replace(scales=largest)
-    source = model_of([sae_at], model, listener)
+    source = model_of([sae_at], given, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     prefix = affixes(loaded.tokenizer, sae_at.prepend_bos).prefix
     inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens, listener) for prompt in prompts]

@@ -20,7 +20,7 @@ from ...base.errors import ConfigError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import Home
 from ...extract.options import HookPoint
-from ...extract.splice import recorded_revision, spec_of
+from ...extract.splice import ModelLike, model_given, source_of, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
 from ...measure.labels import shown_labels
@@ -86,7 +86,7 @@ def _asset(name: str) -> str:
 
 
 def _texts_and_outputs(
-    run: Measured, model: str | None, has_tokens: bool, notes: list[str]
+    run: Measured, model: Any, has_tokens: bool, notes: list[str]
 ) -> "tuple[Tokens, tuple[Unembedding, slice] | None]":
     """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; and the
     given one's unembedding, with the columns of W_dec at its last hook point; notes gets sentences on missing parts."""
@@ -112,12 +112,12 @@ def _texts_and_outputs(
         return TokenTexts(load_tokenizer(find_model(str(stored_model)))), None
     predicted = [run.rows.target] if run.rows.target else run.rows.inputs
     recorded = [spec_of(rows.store.meta.source) for rows in predicted]
-    place = find_model(model, recorded_revision(model, recorded))
+    place = source_of(model, recorded)
     last_of = {spec: number for number, spec in enumerate(recorded)}
     if len(last_of) > 1 and place.spec not in last_of:
         raise ConfigError(
             f"--model must be a model that the rows of {run.subject.name} came from, "
-            f"{' or '.join(map(str, last_of))}, got {model}"
+            f"{' or '.join(map(str, last_of))}, got {place.name}"
         )
     last = last_of.get(place.spec, -1)
     columns = run.sae.hook_columns[last]
@@ -131,7 +131,7 @@ def _texts_and_outputs(
         return TokenTexts(load_tokenizer(place)), None
     if place.d_model != width:
         raise ConfigError(
-            f"{run.subject.name} cannot be read through {model}: expected a model of width {width}, got "
+            f"{run.subject.name} cannot be read through {place.name}: expected a model of width {width}, got "
             f"{place.d_model}; name the model that the rows came from"
         )
     loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
@@ -152,7 +152,8 @@ def report(
     split: Which = "all",
     latents: int | Sequence[int] | None = None,
     count: int | None = None,
-    model: str | None = None,
+    model: ModelLike | None = None,
+    tokenizer: Any = None,
     examples: int = 12,
     neuronpedia: str | None = None,
     overwrite: bool = False,
@@ -168,7 +169,7 @@ def report(
         split: rows that the latents are shown on.
         latents: those with a page of their own; None for the `count` most frequent, by default 4,096.
         model: hub id, also ID@REVISION, folder or GGUF file of the rows' language model, to show the tokens that each
-            latent promotes.
+            latent promotes. Or a loaded model, with its `tokenizer`.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages.
         overwrite: whether a folder `out` with an index.html is replaced, once the new one is whole.
@@ -196,7 +197,8 @@ def report(
         most = count or MOST_PAGES
         chosen = _most_frequent(run, most, listener) if d_sae > most else [*range(d_sae)]
     notes: list[str] = []
-    texts, outputs = _texts_and_outputs(run, model, has_tokens, notes)
+    given = model_given(model, tokenizer)
+    texts, outputs = _texts_and_outputs(run, given, has_tokens, notes)
     result = survey(
         run.sae,
         in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
