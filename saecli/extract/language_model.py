@@ -5,7 +5,7 @@ are kept; the configuration stays the whole model's, so that they compute the sa
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -30,11 +30,10 @@ from ..base.errors import ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
 from .blocks import Reached, norms_of
 from .hooks import Modules, blocks_of, folded
-from .model_objects import LoadedSource, in_eval_mode, state_hash
+from .model_objects import LoadedSource, in_eval_mode
 from .model_source import ModelSource, explained, find_model, from_pretrained
 from .options import SIDES, HookPoint
 from .reads import weights_read
-from .splice import spec_of
 
 Taken = TypeVar("Taken")
 
@@ -190,20 +189,6 @@ class LanguageModel:
                 f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
                 f"another model"
             ) from error
-
-    def unlike(self, stored: Mapping[str, Any]) -> str | None:
-        """How this model is not the one of a store's source, or may not be; None if it is."""
-        source, spec = self.source, spec_of(stored)
-        if spec != source.spec:
-            return f"came from {spec}, and is run through {source.spec}"
-        given = isinstance(source, LoadedSource)
-        if "loaded" not in stored and given:
-            return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
-        if "loaded" not in stored or given:
-            same = stored.get("weights") == source.content
-        else:
-            same = stored.get("state") == state_hash(self.model)
-        return None if same else f"came from {spec} with other weights than it has now"
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -220,6 +220,23 @@ def model_of(
     return source
 
 
+def unlike(model: "LanguageModel", stored: Mapping[str, Any]) -> str | None:
+    """How a model is not the one of a store's source, or may not be; None if it is."""
+    from .model_objects import LoadedSource, state_hash
+
+    source, spec = model.source, spec_of(stored)
+    if spec != source.spec:
+        return f"came from {spec}, and is run through {source.spec}"
+    given, recorded = isinstance(source, LoadedSource), "loaded" in stored
+    if given and not recorded:
+        return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
+    if recorded and not given:
+        same = stored.get("state") == state_hash(model.model)
+    else:
+        same = stored.get("weights") == source.content
+    return None if same else f"came from {spec} with other weights than it has now"
+
+
 def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
     """The revision of a model in the only one of the recorded specs that is of it."""
     own = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}

@@ -22,6 +22,7 @@ from ..extract.splice import (
     source_of,
     spec_of,
     stored_windows,
+    unlike,
 )
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
@@ -285,7 +286,8 @@ def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) 
             if source.spec not in models:
                 models[source.spec] = Passes(LanguageModel(source, device, head="any"))
             origin = rows.store.meta.source
-            if reason := models[source.spec].model.unlike(origin):
+            reason = unlike(models[source.spec].model, origin)
+            if reason:
                 listener.warn(f"{rows.name} {reason}")
             points.append(HookPoint.of(origin, specs.index(source.spec)))
         reads = writes = tuple(points)
