@@ -6,7 +6,7 @@ are kept; the configuration stays the whole model's, so that they compute the sa
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -31,7 +32,13 @@ from ..base.machine import is_out_of_memory
 from .blocks import Reached, norms_of
 from .hooks import Modules, blocks_of, folded
 from .model_objects import LoadedSource, in_eval_mode
-from .model_source import ModelSource, explained, find_model, from_pretrained
+from .model_source import (
+    ModelSource,
+    explained,
+    find_model,
+    from_pretrained,
+    unread_weights,
+)
 from .options import SIDES, HookPoint
 from .reads import weights_read
 
@@ -82,7 +89,7 @@ class LanguageModel:
             if head:
                 loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
             if weights_seed is None:
-                self.model: Any = _with_weights(source, loader, settings)
+                self.model: Any = _with_weights(source, loader, settings, last)
             else:  # drawn on the CPU, the same for every device
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(weights_seed)
@@ -273,8 +280,17 @@ def load_tokenizer(source: ModelSource) -> Any:
     return tokenizer
 
 
-def _with_weights(source: ModelSource, loader: Any, settings: dict[str, Any]) -> Any:
-    """The whole model; ModelError if its checkpoint lacks weights."""
+def _with_weights(
+    source: ModelSource, loader: Any, settings: dict[str, Any], last: int | None
+) -> Any:
+    """The model, of blocks after the last only the norms; ModelError if its checkpoint lacks weights."""
+    kind = MODEL_MAPPING.get(type(source.config), None) if loader is AutoModel else None
+    if last is not None and isinstance(kind, type):
+        shortened = settings | {"state_dict": unread_weights(source)}
+        with suppress(
+            AttributeError
+        ):  # of a model whose code looks for other parts of all its blocks
+            return _with_weights(source, _shortened(kind, source, last), shortened, None)
     model, info = from_pretrained(
         loader,
         source.location,
@@ -294,6 +310,26 @@ def _with_weights(source: ModelSource, loader: Any, settings: dict[str, Any]) ->
             "config.json describes"
         )
     return model
+
+
+def _shortened(kind: Any, source: ModelSource, last: int) -> Any:
+    """A class of models that makes, and so loads, no more of the blocks after the last than their norms."""
+
+    def initialise(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        blocks = _modules(self, source).blocks
+        for number in range(last + 1, len(blocks)):
+            kept = nn.Module()
+            for path, norm in norms_of(blocks[number], source.d_model).items():
+                *parents, name = path.split(".")
+                home = kept
+                for parent in parents:
+                    home.add_module(parent, getattr(home, parent, nn.Module()))
+                    home = home.get_submodule(parent)
+                home.add_module(name, norm)
+            blocks[number] = kept
+
+    return type(kind.__name__, (kind,), {"__init__": initialise, "__module__": kind.__module__})
 
 
 def _needed(model: Any, source: ModelSource) -> set[str]:

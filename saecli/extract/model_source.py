@@ -4,6 +4,7 @@ transformers' own reader makes a GGUF file's packed weights dense.
 """
 
 import io
+import json
 import os
 import re
 from contextlib import redirect_stderr
@@ -21,7 +22,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     RevisionResolutionError,
 )
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..base.devices import multiplies_bf16
@@ -252,6 +255,8 @@ def from_pretrained(kind: Any, location: str, revision: str | None = None, **set
     # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
     settings |= {"trust_remote_code": False, **_reading(revision)}
     path = named_file(location)
+    if settings.get("state_dict") is not None:
+        return kind.from_pretrained(None, **settings)
     if path is None:
         return kind.from_pretrained(location, **settings)
     here = transformers.__version__
@@ -266,6 +271,25 @@ def from_pretrained(kind: Any, location: str, revision: str | None = None, **set
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         Path(folder, path.name).symlink_to(path.resolve())
         return kind.from_pretrained(folder, gguf_file=path.name, **settings)
+
+
+def unread_weights(source: ModelSource) -> dict[str, Any] | None:
+    """The tensors of a checkpoint in safetensors, each read when it is taken; None of other formats. What transformers
+    maps instead stays in memory until the whole model is made."""
+    if named_file(source.location) or getattr(source.config, "quantization_config", None):
+        return None
+    where = {"path_or_repo_id": source.location, **_reading(source.revision)}
+    try:
+        paths = [cached_file(filename=SAFE_WEIGHTS_NAME, **where)]
+    except OSError:  # no such file
+        try:
+            index = Path(str(cached_file(filename=SAFE_WEIGHTS_INDEX_NAME, **where)))
+        except OSError:
+            return None
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        paths = [cached_file(filename=shard, **where) for shard in shards]
+    files = [safe_open(path, framework="pt", backend="pread") for path in paths]
+    return {name: file.get_slice(name) for file in files for name in file.offset_keys()}
 
 
 def _reading(revision: str | None) -> dict[str, Any]:

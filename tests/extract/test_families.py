@@ -16,6 +16,8 @@ from tiny_models import loaded, save_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from saecli.base.errors import ConfigError
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
 from saecli.extract.options import SITES, HookPoint
 from saecli.extract.passes import Passes
 
@@ -284,3 +286,17 @@ def test_an_output_that_a_norm_changes_before_it_is_added_is_no_addition(
     model = loaded(save_model(tmp_path, tiny_config(family)))
     with pytest.raises(ConfigError, match="--site mlp_out is unknown in a"):
         model.modules.at(HookPoint(0, "mlp_out"))
+
+
+@pytest.mark.parametrize(("family", "paths"), cases(FAMILIES, QUICK))
+def test_a_model_loaded_up_to_a_block_has_the_rows_and_reads_of_the_whole(
+    family: str, paths: str, tmp_path: Path
+):
+    source = find_model(str(save_model(tmp_path, tiny_config(family))))
+    point, cpu = HookPoint(0, "resid_post"), torch.device("cpu")
+    whole, part = LanguageModel(source, cpu, head=True), LanguageModel(source, cpu, last=0)
+    assert len(part.blocks) == 1
+    rows = [model.read(TOKENS, MASK, [point], torch.clone)[0] for model in (whole, part)]
+    torch.testing.assert_close(*rows, rtol=1e-5, atol=1e-5)
+    reads = [model.reads(point) for model in (whole, part)]
+    assert reads[0] is reads[1] is None or torch.equal(*reads)
