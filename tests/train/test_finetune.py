@@ -21,6 +21,7 @@ from homes import (
 )
 from launching import signalled, together
 from plain_hooks import all_replaced, but_first
+from safetensors.torch import load_file
 from tiny_models import WIDTH, save_model, save_tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -315,6 +316,9 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", scarce)
     done = sae(*words, "--name", "scarce")
     assert "for lack of memory" in done.err
+    checkpoints = (home / "runs" / name / "checkpoint.safetensors" for name in ("plenty", "scarce"))
+    plenty, scarce = (int(load_file(path)["most_tokens"]) for path in checkpoints)
+    assert plenty == 0 < scarce  # with which a resumed run goes on
     assert_same_weights(home, "plenty", "scarce", rtol=1e-3, atol=1e-5)
 
 
