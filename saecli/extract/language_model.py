@@ -41,8 +41,11 @@ from .model_source import (
 )
 from .options import SIDES, HookPoint
 from .reads import weights_read
+from .ropes import of_each_window
 
 Taken = TypeVar("Taken")
+TRIED = 8  # tokens
+ALIKE = 1e-2  # relative difference by rounding
 
 
 class LanguageModel:
@@ -107,6 +110,7 @@ class LanguageModel:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
         self._demand_tokens()
+        self._demand_causal(head)
 
     def _take(self, source: LoadedSource, head: bool | str) -> None:
         self.model, self.tokenizer = source.model, source.tokenizer
@@ -118,6 +122,21 @@ class LanguageModel:
         self.device = self.model.get_input_embeddings().weight.device
         self.modules = _modules(self.model, source)
         self._norms = self._norms_of_blocks()
+        self._demand_causal(head)
+
+    @torch.no_grad()
+    def _demand_causal(self, head: bool | str) -> None:
+        """ModelError where the next token is to be predicted, and the first of some tokens depends on later ones."""
+        if not head or self.mask_token is not None:
+            return
+        tokens = torch.arange(TRIED) % self.vocabulary
+        token_ids = torch.stack([tokens, torch.cat([tokens[:1], tokens[1:].flip(0)])])
+        first, other = self.logits(token_ids, torch.ones_like(token_ids))[:, 0]
+        if (first - other).abs().max() > ALIKE * first.abs().max():
+            raise ModelError(
+                f"{self.source.name} predicts no next token: expected a causal language model, got one whose tokens "
+                "see later ones; use another model, or leave --model out if it is optional"
+            )
 
     def _demand_tokens(self) -> None:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
@@ -172,7 +191,7 @@ class LanguageModel:
         return self.forward(token_ids, mask).logits.float()
 
     def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
-        with self.reporting():
+        with self.reporting(), of_each_window(self.model, mask):
             return self.model(
                 input_ids=moved(token_ids, self.device),
                 attention_mask=moved(mask, self.device),

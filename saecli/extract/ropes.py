@@ -1,0 +1,59 @@
+"""Rotary embeddings that depend on the longest window of a batch, and on passes before (dynamic NTK, longrope)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ORIGINAL = "original_"
+
+
+@contextmanager
+def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
+    """While open, each window, of the tokens where the mask is not 0, has the embedding of its own length."""
+    dependent = [
+        module
+        for module in model.modules()
+        if {"dynamic", "longrope"} & set(_rope_types(getattr(module, "rope_type", None)))
+    ]
+    lengths = mask.sum(1).tolist()
+    for module in dependent:
+        vars(module)["forward"] = partial(_embedded, module, module.forward, lengths)
+    try:
+        yield
+    finally:
+        for module in dependent:
+            del vars(module)["forward"]
+
+
+def _rope_types(rope_type: Any) -> list[Any]:
+    return [*rope_type.values()] if isinstance(rope_type, dict) else [rope_type]
+
+
+def _embedded(
+    module: Any,
+    whole: Any,
+    lengths: list[int],
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **more: Any,
+) -> tuple[Tensor, ...]:
+    parts = []
+    for row, length in enumerate(lengths):
+        _reset(module)
+        own = position_ids[row % len(position_ids), None].clamp(max=length - 1)
+        parts.append(whole(x[:1], own, *args, **more))
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def _reset(module: Any) -> None:
+    """Forget the lengths of earlier passes."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if ORIGINAL in name:
+            module.register_buffer(name.replace(ORIGINAL, ""), buffer.clone(), persistent=False)
+    for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+        setattr(module, name, module.original_max_seq_len)
