@@ -81,7 +81,7 @@ class LanguageModel:
         }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        quiet = logging.get_verbosity()
+        quiet, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
         try:
@@ -108,6 +108,8 @@ class LanguageModel:
             raise explained(source.name, error) from error
         finally:
             logging.set_verbosity(quiet)
+            if bars:
+                logging.enable_progress_bar()
         self.model.requires_grad_(False)
         self._demand_tokens()
         self._demand_causal(head)

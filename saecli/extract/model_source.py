@@ -7,7 +7,8 @@ import io
 import json
 import os
 import re
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,10 +35,8 @@ from ..base.machine import why_refused, why_unreachable
 from ..store.schema import hash_request
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
-# Else transformers asks the hub to convert a model without safetensors, by a pull request to its repository.
-os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
-
 GGUF = ".gguf"
+NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 # Of transformers: 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it.
 READS_GGUF = (5, 23)
 # Types of models whose first token has the position after the padding token's id.
@@ -258,7 +257,8 @@ def from_pretrained(kind: Any, location: str, revision: str | None = None, **set
     if settings.get("state_dict") is not None:
         return kind.from_pretrained(None, **settings)
     if path is None:
-        return kind.from_pretrained(location, **settings)
+        with _no_conversion():
+            return kind.from_pretrained(location, **settings)
     here = transformers.__version__
     if tuple(int(part) for part in here.split(".")[:2]) < READS_GGUF:
         raise ModelError(
@@ -271,6 +271,20 @@ def from_pretrained(kind: Any, location: str, revision: str | None = None, **set
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         Path(folder, path.name).symlink_to(path.resolve())
         return kind.from_pretrained(folder, gguf_file=path.name, **settings)
+
+
+@contextmanager
+def _no_conversion() -> Iterator[None]:
+    """While open, transformers does not ask the hub to convert a model without safetensors, by a pull request to its
+    repository."""
+    before = os.environ.get(NO_CONVERSION)
+    os.environ[NO_CONVERSION] = before or "1"
+    try:
+        yield
+    finally:
+        del os.environ[NO_CONVERSION]
+        if before is not None:
+            os.environ[NO_CONVERSION] = before
 
 
 def unread_weights(source: ModelSource) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """`saecli.extract` of a loaded model and tokenizer: the rows of the same model by name, and what is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from storing import assert_same_pass
 from tiny_models import CONFIGS, save_model, stored
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import saecli
-from saecli.extract import windows
+from saecli.extract import forward, windows
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
 
@@ -143,3 +145,16 @@ def test_models_are_all_loaded_or_all_named_and_each_on_one_device(tmp_path: Pat
     model.get_output_embeddings().to("meta")
     with pytest.raises(saecli.SaeError, match="on one device, got weights on cpu and meta"):
         saecli.extract(model, **options)
+
+
+def test_settings_of_transformers_stay_and_rows_gather_on_the_host_alike(
+    tmp_path: Path, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    folder = str(save_model(tmp_path / "llama", "llama"))
+    options = {"layer": "all", "rows": 300, **text}
+    first = saecli.extract(folder, name="a", **options)
+    assert logging.is_progress_bar_enabled()
+    assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
+    monkeypatch.setattr(forward, "GATHERED_BYTES", 0)
+    for ours, theirs in zip(saecli.extract(folder, name="b", **options), first, strict=True):
+        np.testing.assert_array_equal(stored(ours.path)[0], stored(theirs.path)[0])
