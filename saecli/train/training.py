@@ -68,6 +68,7 @@ class Comparison:
     before: SAE  # on normalised rows, its codes times `factor`
     factor: float
     normalisation: Normalisation
+    scale: Tensor | None  # of the metric of the SAE before
     measures: dict[str, Any] = field(default_factory=dict)  # before, after, and which is kept
 
     @classmethod
@@ -75,8 +76,9 @@ class Comparison:
         cls, start: Start, initial: SAE, normalisation: Normalisation, state: Mapping[str, Tensor]
     ) -> Self:
         """A comparison with `initial`, or, on resuming, with the checkpoint's SAE from before training."""
-        factor = 1.0
+        factor, scale = 1.0, None if start.sae is None else start.sae.scale
         if state:
+            scale = state.get("begun.scale")
             factor = float(state.get("begun.factor", 1.0))
             tensors = initial.tensors().items()
             kept = {name: state[f"begun.{name}"].to(own) for name, own in tensors}
@@ -84,7 +86,7 @@ class Comparison:
         elif start.sae is not None:
             norm = start.sae.W_enc.to(initial.W_enc).norm()
             factor = (on_raw_rows(initial, normalisation).W_enc.norm() / norm).item()
-        return cls(initial, factor, normalisation)
+        return cls(initial, factor, normalisation, scale)
 
     @property
     def keeps_before(self) -> bool:
@@ -92,14 +94,18 @@ class Comparison:
 
     def sae(self, dictionary: Dictionary) -> SAE:
         """The SAE on raw rows: of the trained dictionary, or the one before if that is kept."""
-        return self._on_raw_rows(self.before if self.keeps_before else dictionary)
+        if not self.keeps_before:
+            return self._on_raw_rows(dictionary)
+        before = self._on_raw_rows(self.before)
+        before.scale = self.scale
+        return before
 
     def _on_raw_rows(self, dictionary: Dictionary) -> SAE:
         sae = rescaled(dictionary.sae().without_training_parameters(), 1 / self.factor)
         return on_raw_rows(sae, self.normalisation)
 
     def saes(self, after: Dictionary) -> list[SAE]:
-        """Both on raw rows."""
+        """Both on raw rows, with the metric of this training."""
         return [self._on_raw_rows(self.before), self._on_raw_rows(after)]
 
     def measured(
@@ -134,6 +140,8 @@ class Comparison:
     def state(self) -> dict[str, Tensor]:
         tensors = self.before.tensors()
         tensors["factor"] = torch.tensor(self.factor, dtype=torch.float64)
+        if self.scale is not None:
+            tensors["scale"] = self.scale
         return {f"begun.{name}": tensor for name, tensor in tensors.items()}
 
 

@@ -132,15 +132,20 @@ def test_moving_copying_and_folding_keep_it() -> None:
     torch.testing.assert_close(folded.scale, sae.scale * factor.abs().repeat(2))
 
 
+@pytest.mark.filterwarnings("ignore:training did not lower the loss")
 def test_training_goes_on_in_the_saes_metric_unless_another_is_asked_for(tmp_path: Path) -> None:
     store = stored(tmp_path, SCALE[::-1].copy())
     old = trained(store)
     on = saecli.fit(store, init=old, lr=1e-4, **QUICK | {"d_sae": 32})
     np.testing.assert_allclose(normalised(on), normalised(old), rtol=0.1)
     assert on.metadata["normalize"] == "init"
-    other = trained(store, "model", init=old, lr=1e-4)
+    other = trained(store, "model", init=old, lr=1e-2, steps=100)
+    assert not torch.allclose(other.W_dec, old.W_dec)
     expected = SCALE[::-1] ** -0.5
     np.testing.assert_allclose(normalised(other), expected / expected.max(), rtol=1e-5)
+    as_it_was = trained(store, "model", init=old, lr=1.0)
+    torch.testing.assert_close(as_it_was.W_dec, old.W_dec)
+    torch.testing.assert_close(as_it_was.scale, old.scale)
     old.scale = None
     assert saecli.fit(store, init=old, lr=1e-4, **QUICK).metadata["normalize"] == "model"
     with pytest.raises(ConfigError, match="--normalize init needs"):
