@@ -41,6 +41,8 @@ COLUMNS: dict[str, np.dtype] = {
     "source": np.dtype("<i2"),
     "role": np.dtype("u1"),
 }
+# Entries of `store.json` that are left out where there is nothing.
+OPTIONAL = ("resume", "shards", "sources", "control_tokens", "ranks", "world", "windows", "reads")
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 Size = Annotated[int, Ge(1), Le(MOST)]
 Weight = Annotated[float, Gt(0), Lt(math.inf)]
@@ -209,16 +211,7 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in (
-            "resume",
-            "shards",
-            "sources",
-            "control_tokens",
-            "ranks",
-            "world",
-            "windows",
-            "reads",
-        ):
+        for name in OPTIONAL:
             if not document[name]:
                 del document[name]
         return {
@@ -232,10 +225,9 @@ class StoreMeta:
         meta = parse_json(text, cls)
         if meta.format_version == FORMAT_VERSION:
             return meta
-        shards = tuple(dataclasses.replace(shard, resume=None) for shard in meta.shards)
-        last = meta.shards[-1].resume if shards else None
+        last, count = meta.shards[-1].resume if meta.shards else None, len(meta.shards)
         return dataclasses.replace(
-            meta, shards=shards, shard_count=len(shards), resume=last, format_version=FORMAT_VERSION
+            meta, shard_count=count, resume=last, format_version=FORMAT_VERSION
         )
 
 

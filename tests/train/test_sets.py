@@ -135,7 +135,7 @@ def test_a_set_is_one_folder_of_all_layers_that_reads_as_the_runs(sae, home, mod
     names = [f"layer_{layer}.safetensors" for layer in range(LAYERS)]
     assert done.json["files"] == ["config.yaml", *names]
     assert yaml.safe_load((tmp_path / "set" / "config.yaml").read_text()) == {
-        "model_name": str(model),
+        "model_name": model.name,  # without its folder
         "model_kind": "transcoder_set",
         "feature_input_hook": "mlp.hook_in",
         "feature_output_hook": "hook_mlp_out",
