@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram, cells_of
-from saecli.geometry.references import LocalPCA, fvu, kmeans_centres
+from saecli.geometry.references import LocalPCA, fvu, kmeans
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.show.geometry import PlaneCells, fill, plane_cells, tints
@@ -87,7 +87,7 @@ def main() -> None:
             own = np.unique(supports, axis=0, return_inverse=True)[1]
             areas_of_sae = plane_cells(cells, WINDOW)
             count = int(own.max()) + 1
-            centres = kmeans_centres(rows, count)
+            centres = kmeans(rows, count).cluster_centers_
             voronoi = PowerDiagram(torch.from_numpy(centres), torch.zeros(count))
             local_pca = LocalPCA(rows, np.zeros((count, 2)), own)
             regions: list[tuple[str, PlaneCells, np.ndarray]] = [

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from saecli.geometry.references import kmeans_centres, members, nearest
+from saecli.geometry.references import kmeans, members
 from saecli.show.style import COLOURS, figure
 
 N, D, C = 2000, 12, 10
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("ranks.png"), help="PNG, PDF or SVG")
     arguments = parser.parse_args()
     x = points(np.random.default_rng(0))
-    labels = nearest(x, kmeans_centres(x, C))
+    labels = kmeans(x, C).labels_
     eigenvalues, counts = spectra(x, labels, C), np.bincount(labels, minlength=C)
     spread = float(np.square(x - x.mean(0)).sum())
     fixed = [(rank, residual(eigenvalues, counts, np.full(C, rank))) for rank in range(D + 1)]

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.geometry.references import kmeans_centres
+from saecli.geometry.references import kmeans
 from saecli.show.geometry import fill, tints
 from saecli.show.style import COLOURS, figure
 
@@ -66,7 +66,7 @@ def main() -> None:
     weights = rng.uniform(0, 4, 12)
     centres = rng.uniform(-3, 3, (3, 2))
     rows = centres[rng.integers(0, 3, 90)] + 0.7 * rng.normal(size=(90, 2))
-    means = kmeans_centres(rows, 3)
+    means = kmeans(rows, 3).cluster_centers_
 
     with figure(out, 8.2, 8.4) as drawn:
         (voronoi, neighbour), (clusters, power) = drawn.subplots(2, 2)

@@ -40,10 +40,10 @@ QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
 SAMPLE_BYTES = 2**28  # of rows kept for the references, in float32, at most, 256 MiB
-AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, 10 seconds on two cores
+AGREEMENT_WORK = 4 * 10**9  # rows n D of true distances at most, a second on a core
 RANK_ROWS = 100  # rows of whose cells the map's rank is computed
 SAMPLE_SEED = 0
-HELD_OUT_ROWS = 10_000  # held-out rows whose margins are compared with training rows'
+OTHER_ROWS = 10_000  # rows of the other split, held out or trained on, whose margins are compared
 
 
 def support_keys(supports: Tensor) -> list[bytes]:
@@ -155,31 +155,26 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
     count = min(settings.rows, run.rows.rows)
     survey = survey_rows(cells, _batches(run, count, listener), count)
     census, sample = survey.census, survey.sample
-    words = f"{run.subject.name}: power diagram, k-means and local PCA"
-    with listener.progress(words, None, "steps"):
-        train = _training_rows(run, settings.fit_rows)
-        distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
-        radius = settings.radius * float(np.median(distances))
-        margins = {split: survey.margins}
-        complexity = {split: local_complexity(cells, sample, radius)}
-        other = {"test": "train", "train": "test"}.get(split)
-        if other is not None:
-            if other == "train":
-                rows = spread_out(train, sample_capacity(run.sae.d_in))
-            else:
-                rows = _in_memory(held_out(run).of_store, HELD_OUT_ROWS)
-            margins[other] = _margins(cells, rows)
-            complexity[other] = local_complexity(cells, rows, radius)
-        references = measure_references(run.sae, sample, train, round(census.l0))
-        compared = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
-        diagram = agreement(cells, torch.from_numpy(spread_out(sample, compared)).split(64))
-        rank = rank_measures(cells, sample)
+    train = _training_rows(run, settings.fit_rows)
+    distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
+    radius = settings.radius * float(np.median(distances))
+    margins = {split: survey.margins}
+    complexity = {split: local_complexity(cells, sample, radius)}
+    other = {"test": "train", "train": "test"}.get(split)
+    if other is not None:
+        rows = spread_out(train, OTHER_ROWS)
+        if other == "test":
+            rows = _in_memory(held_out(run).of_store, OTHER_ROWS)
+        margins[other] = _margins(cells, rows, f"margins of {other} rows", listener)
+        complexity[other] = local_complexity(cells, rows, radius)
+    references = measure_references(run.sae, sample, train, round(census.l0), listener)
+    rank = rank_measures(cells, sample)
     document = {
         **run.heading,
         "act": run.sae.activation.name,
         **_cell_measures(cells, census),
         "rank": rank,
-        "power_diagram": diagram,
+        "power_diagram": _agreement(cells, sample, listener),
         "margin": margin_measures(survey.margins),
         "complexity": {
             "radius": radius,
@@ -210,9 +205,20 @@ def _training_rows(run: Measured, most: int) -> NDArray[np.float32]:
     return _in_memory(run.store.split("train", fraction=fraction, seed=seed), most)
 
 
-def _margins(cells: Cells, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+def _margins(
+    cells: Cells, rows: NDArray[np.float32], label: str, listener: Listener
+) -> NDArray[np.float64]:
     batches = torch.from_numpy(rows).split(batch_size(cells.sae.d_sae))
-    return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in batches])
+    shown = _with_progress(batches, label, len(rows), listener)
+    return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in shown])
+
+
+def _agreement(
+    cells: Cells, sample: NDArray[np.float32], listener: Listener
+) -> dict[str, Any] | None:
+    most = max(16, AGREEMENT_WORK // (2 * cells.sae.d_sae * cells.sae.d_in))
+    rows = torch.from_numpy(spread_out(sample, most))
+    return agreement(cells, _with_progress(rows.split(64), "power diagram", len(rows), listener))
 
 
 def _cell_measures(cells: Cells, census: Census) -> dict[str, Any]:
@@ -228,10 +234,17 @@ def _cell_measures(cells: Cells, census: Census) -> dict[str, Any]:
 
 
 def _batches(run: Measured, count: int, listener: Listener) -> Iterator[Tensor]:
+    batches = map(torch.from_numpy, _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)))
+    return _with_progress(batches, f"measuring {run.subject.name}", count, listener)
+
+
+def _with_progress(
+    batches: Iterable[Tensor], label: str, count: int, listener: Listener
+) -> Iterator[Tensor]:
     done = 0
-    with listener.progress(f"measuring {run.subject.name}", count, "rows") as show:
-        for batch in _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)):
-            yield torch.from_numpy(batch)
+    with listener.progress(label, count, "rows") as show:
+        for batch in batches:
+            yield batch
             done += len(batch)
             show(done)
 
@@ -302,10 +315,11 @@ def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
 
 def describe(values: NDArray) -> dict[str, float]:
     """Mean, extremes and quantiles of numbers, (B,), B > 0, which may be infinite."""
-    order = np.sort(values)
     # The nearest rank, since interpolating between infinities gives no number.
-    at = {name: float(order[round(q * (len(order) - 1))]) for name, q in QUANTILES.items()}
-    return {"mean": float(values.mean()), "min": float(order[0]), **at, "max": float(order[-1])}
+    at = np.quantile(values, [*QUANTILES.values()], method="nearest")
+    quantiles = dict(zip(QUANTILES, map(float, at), strict=True))
+    low, high = float(values.min()), float(values.max())
+    return {"mean": float(values.mean()), "min": low, **quantiles, "max": high}
 
 
 def batch_size(d_sae: int) -> int:

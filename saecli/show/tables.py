@@ -269,8 +269,10 @@ def geometry_table(document: Document) -> RenderableType:
         ["rank of a cell's map, median", rank["median"], full],
     ]
     if (diagram := document["power_diagram"]) is not None:
-        detail = f"of {counted(diagram['rows'], 'row')}, {counted(diagram['ties'], 'tie')} left out"
-        lines.append(["power diagram agrees on", diagram["agreement"], detail])
+        decided = diagram["rows"] - diagram["ties"]
+        agreed = round((diagram["agreement"] or 0) * decided)
+        words = f"of {counted(decided, 'row')} compared, {counted(diagram['ties'], 'tie')} left out"
+        lines.append(["rows where the power diagram agrees", agreed, words])
     rows = counted(complexity["rows"], "row")
     lines += [
         _median_line("margin", margin),

@@ -1,6 +1,7 @@
 """`sae geometry` against brute force over the same rows in memory."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,11 @@ from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from threadpoolctl import threadpool_limits
 
+from saecli.base.console import Silent, Step
+from saecli.base.home import Home
+from saecli.geometry import Settings
+from saecli.geometry.geometry import measure_geometry
+from saecli.measure.measured import ChosenRows
 from saecli.sae.activations import AbsTopK, BatchTopK, MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
@@ -150,6 +156,42 @@ def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: Com
     assert (document["cells_visited"], occupancy["max"], occupancy["entropy"]) == (1, 3000, 0)
     assert document["margin"]["median"] is None  # infinite
     assert document["power_diagram"]["agreement"] == 1.0
+
+
+@pytest.mark.parametrize("k, ties", [(3, 0), (F, 0)])
+def test_the_rows_where_the_power_diagram_agrees_are_counted(sae: CommandLine, k: int, ties: int):
+    make_run(sae.home, "run", random_sae(TopK(k)))
+    done = sae("geometry", "--split", "all", "--rows", "200")
+    (line,) = [line for line in done.out.splitlines() if "power diagram" in line]
+    _, measure, value, detail, _ = (cell.strip() for cell in line.split("│"))
+    assert (measure, value) == ("rows where the power diagram agrees", "200")
+    assert detail == f"of 200 rows compared, {ties} ties left out"
+
+
+class Recording(Silent):
+    def __init__(self) -> None:
+        self.shown: dict[tuple[str, float | None, str], list[float]] = {}
+
+    @contextmanager
+    def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
+        steps = self.shown.setdefault((label, total, unit), [])
+        yield lambda done, words="": steps.append(done)
+
+
+def test_all_long_parts_show_their_progress_up_to_a_known_end(sae: CommandLine):
+    make_run(sae.home, "run", random_sae(TopK(3)))
+    recording = Recording()
+    run = ChosenRows(Home.at(sae.home), None, "test", "cpu", Silent()).with_sae("run")
+    document = measure_geometry(run, Settings(), recording).document
+    test, train = document["rows"], document["other_split"]["rows"]
+    cells = sum(document["references"][f"{name}_cells"] for name in ("kmeans", "local_pca"))
+    assert list(recording.shown) == [
+        ("measuring run", test, "rows"),
+        ("margins of train rows", train, "rows"),
+        ("k-means and local PCA", cells, "cells"),
+        ("power diagram", test, "rows"),
+    ]
+    assert all(steps[-1] == total for (_, total, _), steps in recording.shown.items())
 
 
 def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path):

@@ -24,7 +24,7 @@ def test_pages_open_from_disk_and_fetch_only_the_latents_opened(open_page: Any):
     uri = opened.folder.as_uri()
     assert opened.page.inner_text("h1") == "run"
     assert opened.page.locator("svg").count() == 1
-    assert "14 latents fire on every row." in opened.page.inner_text("#overview")
+    assert "Every row has 14 active latents." in opened.page.inner_text("#overview")
     files = [url for url in opened.asked if not url.startswith("data:")]
     assert files == [f"{uri}/index.html"]
     opened.page.click("tbody a >> text='17'")

@@ -57,7 +57,7 @@ function charts() {
   const filled = l0.counts.flatMap((count, place) => count ? [place] : []);
   if (filled.length === 1) {
     sentence = h("p", { class: "muted instead" },
-      `${about(l0.edges[filled[0]], l0.edges[filled[0] + 1])} latents fire on every row.`);
+      `Every row has ${about(l0.edges[filled[0]], l0.edges[filled[0] + 1])} active latents.`);
   } else drawn.push(card("Active latents per row", bars("histogram of L0", { label: "L0" }, l0.edges, l0.counts, "rows", about)));
   if (frequency.counts.some(Boolean)) {
     drawn.push(card("How often latents fire", bars("histogram of firing frequencies", { log: true,
