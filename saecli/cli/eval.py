@@ -3,7 +3,20 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from .options import Data, Device, Json, Plot, Runs, SplicedModels, SplitName, Target, Tokens, start
+from .options import (
+    Data,
+    Device,
+    Json,
+    NoModel,
+    Plot,
+    Runs,
+    SplicedModels,
+    SplitName,
+    Target,
+    Tokens,
+    model_or_own,
+    start,
+)
 
 
 def command(
@@ -13,6 +26,7 @@ def command(
     target: Target = None,
     split: SplitName = "test",
     model: SplicedModels = None,
+    no_model: NoModel = False,
     tokens: Tokens = None,
     at_once: Annotated[
         bool,
@@ -37,6 +51,9 @@ def command(
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE of this tool or another library.
     Several runs make one table, sparsest first.
 
+    A single run is spliced into the language model that its store's rows came from, if that is on this machine, for CE
+    and KL; several into --model.
+
     Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
     only for SAEs trained here.
 
@@ -50,14 +67,17 @@ def command(
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ..measure.evaluate import check_tokens, compare_measured, together
+    from ..measure.evaluate import check_tokens, compare_measured, stored_models, together
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, demand_several, stability_of
     from ..show import measures
 
     session = start(ctx)
     console, names = session.console, runs or []
-    check_tokens(tokens, model)
+    wanted = model_or_own(model, no_model)
+    if len(names) > 1 and not model:
+        wanted = None
+    check_tokens(tokens, wanted)
     if at_once and model is None:
         raise ConfigError("--together does nothing without --model; name the language model")
     if stable:
@@ -69,10 +89,10 @@ def command(
     effect: dict[str, Any] = {}
     if model is not None and at_once:  # first, since it may refuse the runs
         effect = together(everything, model, tokens, console)
-    runs_measured = compare_measured(everything, None if at_once else model, tokens, console)
+    runs_measured = compare_measured(everything, None if at_once else wanted, tokens, console)
     ranked = measures.sparsest_first(runs_measured)
     document: dict[str, Any] = {"runs": runs_measured}
-    tables = measures.evaluation_tables(ranked, model or [])
+    tables = measures.evaluation_tables(ranked, model or stored_models(everything[0]))
     if at_once:
         document["together"] = effect
         tables = measures.together_tables(runs_measured, effect)

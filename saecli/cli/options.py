@@ -307,7 +307,10 @@ _SPLICED = (
 SplicedModel = Annotated[str | None, typer.Option(help=f"{_SPLICED}.", show_default="none")]
 SplicedModels = Annotated[
     list[str] | None,
-    typer.Option(help=f"{_SPLICED}; once for each model of a crosscoder.", show_default="none"),
+    typer.Option(
+        help=f"{_SPLICED}; once for each model of a crosscoder.",
+        show_default="the one that the store of a single run names",
+    ),
 ]
 Tokens = Annotated[
     int | None,
@@ -323,6 +326,9 @@ Model = Annotated[
         help="Language model: hub id, also ID@REVISION, folder or GGUF file.",
         show_default="the one that the run's store came from",
     ),
+]
+NoModel = Annotated[
+    bool, typer.Option("--no-model", help="Leave out what needs the language model.")
 ]
 Layer = Annotated[
     int | None, typer.Option(help="Read this block, from 0, if the SAE's file has none.")
@@ -349,6 +355,13 @@ Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr."),
 ]
+
+
+def model_or_own(model: Any, no_model: bool) -> Any:
+    """The language model that is named, else whether that of the run's store is taken."""
+    if model and no_model:
+        raise ConfigError("cannot use both --model and --no-model; leave one of them out")
+    return model or not no_model
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,19 @@ from typing import Annotated
 import typer
 
 from ..base.errors import size_words
-from .options import Data, Device, Json, Out, Run, SplitName, Target, start
+from .options import (
+    Data,
+    Device,
+    Json,
+    Model,
+    NoModel,
+    Out,
+    Run,
+    SplitName,
+    Target,
+    model_or_own,
+    start,
+)
 
 
 def command(
@@ -27,14 +39,8 @@ def command(
             show_default="4,096",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Language model (hub id, also ID@REVISION, folder or GGUF file), to show the tokens that each latent "
-            "promotes and suppresses.",
-            show_default="none",
-        ),
-    ] = None,
+    model: Model = None,
+    no_model: NoModel = False,
     examples: Annotated[
         int, typer.Option(min=1, max=100, help="Texts per latent, strongest activation first.")
     ] = 12,
@@ -59,17 +65,19 @@ def command(
 ) -> None:
     """Write HTML pages of latents, to be opened from disk.
 
-    index.html shows measures, firing frequencies, and a table of all latents to search and sort. Each chosen
-    latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
-    activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
-    and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears whole or not at all.
+    index.html shows measures, firing frequencies, and a table of all latents to search and sort. Each chosen latent has
+    a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
+    activations, the nearest latents, those that fire with it and, if the language model is on this machine, the tokens
+    that it promotes. FVU, L0 and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears
+    whole or not at all.
 
-    Example: sae report first --model tiny-gemma2 --out pages
+    Example: sae report first --out pages
     """
     from ..show.report import report
 
     session = start(ctx)
-    document = session.call(report, sae=run, latents=latent, count=latents)
+    wanted = model_or_own(model, no_model)
+    document = session.call(report, sae=run, latents=latent, count=latents, model=wanted)
     session.print_result_and_notes(
         document,
         f"wrote {document['index']}, with pages of {document['pages']:,} of "

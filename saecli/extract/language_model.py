@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..base.devices import moved
-from ..base.errors import ModelError, SaeError, one_line
+from ..base.devices import free_memory, moved
+from ..base.errors import MachineError, ModelError, SaeError, one_line, size_words
 from ..base.machine import is_out_of_memory
 from .blocks import Reached, norms_of
 from .hooks import Modules, blocks_of, folded
@@ -375,6 +375,17 @@ def modules_of(source: ModelSource) -> Modules:
     config = deepcopy(source.config)  # which the next line changes
     with torch.device("meta"):  # where other kinds of attention ask for values
         return _modules(AutoModel.from_config(config, attn_implementation="eager"), source)
+
+
+def demand_memory(source: ModelSource, device: torch.device) -> None:
+    """MachineError if a model's weights are larger than a device's free memory; loads none."""
+    numbers = sum(parameter.numel() for parameter in modules_of(source).model.parameters())
+    needed = numbers * getattr(torch, source.dtype_on(device)).itemsize
+    if needed > (free := free_memory(device)):
+        raise MachineError(
+            f"{source.name} does not fit into memory: its weights take {size_words(needed)}, "
+            f"{size_words(free)} are free"
+        )
 
 
 def modules_document(model: str, revision: str | None) -> dict[str, Any]:

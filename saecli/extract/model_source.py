@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RevisionNotFoundError,
@@ -25,7 +25,13 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..base.devices import multiplies_bf16
@@ -37,6 +43,7 @@ from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
 GGUF = ".gguf"
 NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 # Of transformers: 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it.
 READS_GGUF = (5, 23)
 # Types of models whose first token has the position after the padding token's id.
@@ -147,6 +154,18 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
     if file is not None:
         return ModelSource(name, name, None, config, file_sha256(file), note_on(file))
     return ModelSource(name, name, None, config, _content_of_folder(Path(name)))
+
+
+def demand_here(spec: str) -> None:
+    """ModelError if a model, named as in `ModelSource.spec`, is gone or would have to be downloaded."""
+    if spec in BUNDLED or Path(spec).exists():
+        return
+    if Path(spec).is_absolute():
+        raise ModelError(f"{spec} is no longer there; name the model with --model")
+    name, _, revision = spec.partition("@")
+    found = [try_to_load_from_cache(name, file, revision=revision or None) for file in WEIGHTS]
+    if not any(isinstance(path, str) for path in found):
+        raise ModelError(f"{spec} is not on this machine; --model {spec} gets it from the hub")
 
 
 def _on_hub(name: str, revision: str | None) -> ModelSource:

@@ -167,12 +167,13 @@ def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
 
 def model_given(model: Any, tokenizer: Any) -> Any:
     """A model, or a list of them, as `source_of` takes them: names, and of loaded models, with their tokenizer, their
-    sources. ConfigError for what is neither."""
+    sources; None, or a choice whether to take the store's, as it is. ConfigError for what is neither."""
     several = isinstance(model, list | tuple)
     models = list(model) if several else [model]
-    if tokenizer is None and all(isinstance(each, str | None) for each in models):
+    is_choice = isinstance(model, bool | None)
+    if tokenizer is None and (is_choice or all(isinstance(each, str) for each in models)):
         return model
-    if model is None:
+    if is_choice:
         raise ConfigError(
             "tokenizer does nothing without a loaded model; leave it out, or give both"
         )

@@ -1,6 +1,7 @@
 """Reconstruction, sparsity, known features found, and the effect on a language model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,16 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, counted, demand_at_least
+from ..base.errors import (
+    ConfigError,
+    ModelError,
+    SaeError,
+    counted,
+    demand_at_least,
+    one_line,
+)
 from ..base.home import Home
+from ..base.machine import is_out_of_memory
 from ..extract.options import HookPoint
 from ..extract.splice import (
     READ,
@@ -98,7 +107,7 @@ def evaluate(
     *,
     target: ArrayLike | str | None = None,
     split: Which = "test",
-    model: ModelLike | Sequence[ModelLike] | None = None,
+    model: ModelLike | Sequence[ModelLike] | bool | None = None,
     tokenizer: Any = None,
     tokens: int | None = None,
     device: str = "auto",
@@ -118,7 +127,9 @@ def evaluate(
         split: test, the rows held out; train, those trained on; or all.
         model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
             it; of a crosscoder of several models all of them. ID@REVISION is a branch, tag or commit on the hub, by
-            default the commit that the rows came from. Or a loaded model, or several, with their `tokenizer`.
+            default the commit that the rows came from. Or a loaded model, or several, with their `tokenizer`. True: the
+            model that the store names, as `sae eval` of one SAE, with a note where it is not on this machine or does
+            not fit; None or False: without.
         tokens: number of the split's tokens that the model is run over; by default 16,384, less for several SAEs.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
@@ -154,11 +165,45 @@ def compare_measured(
 
 def check_tokens(tokens: int | None, model: Any) -> None:
     """ConfigError for a number of tokens below 1 or without a model."""
-    if tokens is not None and model is None:
+    if tokens is not None and not model:
         raise ConfigError(
             "--tokens does nothing without --model; leave it out, or name the language model"
         )
     demand_at_least("tokens", tokens)
+
+
+@contextmanager
+def noted(what: str, note: Callable[[str], object], can_do_without: bool = True) -> Iterator[None]:
+    """Turn an error of this tool, or for want of memory, into a note that there is no `what`, if one can do without."""
+    try:
+        yield
+    except (SaeError, MemoryError, RuntimeError) as error:
+        if not can_do_without or not (isinstance(error, SaeError) or is_out_of_memory(error)):
+            raise
+        note(f"without {what}: {one_line(error)}")
+
+
+def stored_models(measured: Measured) -> list[str]:
+    """The models that a store's rows came from, by `spec_of`; none if it names none or keeps no tokens."""
+    if not measured.rows.inputs:
+        return []
+    stores = measured.stores.all
+    specs = [spec_of(store.meta.source) for store in stores if store.meta.windows]
+    return list(dict.fromkeys(filter(None, specs))) if len(specs) == len(stores) else []
+
+
+def own_models(measured: Measured, device: torch.device) -> list[str]:
+    """`stored_models` if each is on this machine and fits into a device's memory, else an error that says why not."""
+    from ..extract.language_model import demand_memory  # transformers takes seconds to import
+    from ..extract.model_source import demand_here, find_model
+
+    names = stored_models(measured)
+    if any("loaded" in store.meta.source for store in measured.stores.all):
+        raise ModelError(f"{measured.rows.name} came from a loaded model; --model names its file")
+    for name in names:
+        demand_here(name)
+        demand_memory(find_model(name), device)
+    return names
 
 
 def check_model(measured: Measured, model: Any) -> "list[tuple[Rows, ModelSource]]":
@@ -195,20 +240,16 @@ def evaluate_all(
     listener: Listener,
 ) -> list[dict[str, Any]]:
     """Measure SAEs with their rows; see `evaluate`."""
-    splices = []
-    if model is not None:
-        splices = _splices(measured_saes, model, listener)  # raises before the rows are measured
+    splices: list[_Splice] = []
+    if model is True and not any(map(stored_models, measured_saes)):
+        check_tokens(tokens, None)
+    if model:  # raises before the rows are measured
+        with noted("CE and KL", listener.warn, model is True):
+            splices = _splices(measured_saes, model, listener)
     documents = [each.heading | _reconstructed(each, listener) for each in measured_saes]
     for splice in splices:
-        # So that several SAEs take about the time of one, but for `LEAST_TOKENS`: a splice costs about as much as the
-        # clean pass, which they share.
-        wanted = tokens or max(LEAST_TOKENS, 2 * TOKENS // (1 + len(splice.members)))
-        for index, effect in zip(splice.members, splice.effects(wanted, listener), strict=True):
-            documents[index].update(effect)
-        for number, part in enumerate(splice.saes[0].by_source.values()):
-            effects = splice.effects(wanted, listener, part.source)
-            for index, effect in zip(splice.members, effects, strict=True):
-                documents[index]["sources"][number].update(effect)
+        with noted("CE and KL", listener.warn, model is True):
+            splice.add_effects(documents, tokens, listener)
     entries = list(documents)
     for entry in entries:  # which grows by what is within
         entries += [*entry.get("hook_points", ()), *entry.get("sources", ())]
@@ -256,6 +297,20 @@ class _Splice:
             )
         return [self._document(parts) for parts in by_sae]
 
+    def add_effects(
+        self, documents: Sequence[dict[str, Any]], tokens: int | None, listener: Listener
+    ) -> None:
+        """Add the effects on all rows, and on those of each source, to the SAEs' documents."""
+        # So that several SAEs take about the time of one, but for `LEAST_TOKENS`: a splice costs about as much as the
+        # clean pass, which they share.
+        wanted = tokens or max(LEAST_TOKENS, 2 * TOKENS // (1 + len(self.members)))
+        for index, effect in zip(self.members, self.effects(wanted, listener), strict=True):
+            documents[index].update(effect)
+        for number, part in enumerate(self.saes[0].by_source.values()):
+            effects = self.effects(wanted, listener, part.source)
+            for index, effect in zip(self.members, effects, strict=True):
+                documents[index]["sources"][number].update(effect)
+
     def _document(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """The effect of replacing all hook points, if of one model, and of each of several alone."""
         document: dict[str, Any] = {}
@@ -274,9 +329,14 @@ def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) 
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
     from ..extract.passes import Passes
 
-    numbers = by_rows(measured_saes)
-    groups = [(members, check_model(measured_saes[members[0]], model)) for members in numbers]
     device = measured_saes[0].sae.W_enc.device
+    groups = []
+    for members in by_rows(measured_saes):
+        first = measured_saes[members[0]]
+        if model is not True:
+            groups.append((members, check_model(first, model)))
+        elif stored_models(first):
+            groups.append((members, check_model(first, own_models(first, device))))
     models: dict[str, Passes] = {}
     splices = []
     for members, pairs in groups:

@@ -1,12 +1,14 @@
 """`sae report`: what the pages' data say, against numpy; what is refused; what a failure leaves."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import storing
 import torch
-from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, D, F, change_json, make_run, make_store, random_sae, some_rows
+from model_hub import ModelHub
 from reports import (
     NASTY,
     WORDS,
@@ -18,6 +20,7 @@ from reports import (
     save_model,
 )
 
+import saecli
 from saecli.extract.options import TINY_GEMMA2
 from saecli.measure.latents import LEAST, bin_edges
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
@@ -130,7 +133,7 @@ def test_first_page_has_the_measures_of_eval_and_sparsity(
     done = sae("report", "--out", tmp_path / "out", *words)
     index = index_of(tmp_path / "out")
     assert index["heading"]["neuronpedia"] == "https://www.neuronpedia.org/m/3-x"
-    (held_out,) = sae("eval", "--json").json["runs"]
+    (held_out,) = sae("eval", "--no-model", "--json").json["runs"]
     (fires,) = sae("sparsity", "--split", split, "--json").json["runs"]
     frequency = fires.pop("frequency")
     assert index["latents"]["frequency"] == pytest.approx(frequency, rel=1e-3)
@@ -250,6 +253,82 @@ def test_the_model_chooses_the_hook_point_of_a_crosscoder_that_is_read_through_i
     sae("report", "cross", *words).fails(
         2, f"--model must be a model that the rows of cross came from, {model} or "
     )
+
+
+def test_report_and_eval_of_one_run_take_the_model_of_its_store(
+    sae: CommandLine, tmp_path: Path, model: str
+):
+    make_text_run(sae.home, model)
+    make_run(sae.home, "other", random_sae(seed=1), data="texts")
+    (bare,) = sae("eval", "run", "--no-model", "--json").json["runs"]
+    (named,) = sae("eval", "run", "--model", model, "--json").json["runs"]
+    done = sae("eval", "run", "--json")
+    assert done.json["runs"] == [named] and named.items() > bare.items() and named["kl"] > 0
+    table = sae("eval", "run", "--tokens", "99").out
+    assert f"with the SAE's reconstructions in {model}" in "".join(table.splitlines())
+    assert all("kl" not in one for one in sae("eval", "run", "other", "--json").json["runs"])
+    assert sae("eval", "r*", "--json").json["runs"] == [named]
+    sae("eval", "run", "--no-model", "--model", model).fails(2, "both --model and --no-model")
+    sae("eval", "run", "--no-model", "--tokens", "9").fails(2, "--tokens does nothing without")
+    with pytest.warns(UserWarning, match="trained on layer 3"):  # as its file says
+        in_python = saecli.evaluate(["run", "other"], model=True, home=sae.home)
+        assert saecli.evaluate("run", home=sae.home) == bare
+    assert in_python[0]["kl"] > 0 and in_python[1]["kl"] > 0
+    pages = []
+    for name, words in (("own", []), ("named", ["--model", model]), ("none", ["--no-model"])):
+        sae("report", "run", "--out", tmp_path / name, *words).succeeds()
+        pages.append(pages_of(tmp_path / name))
+    assert pages[0] == pages[1] and "promoted" in pages[0][0] and "promoted" not in pages[2][0]
+    assert pages[2][0]["examples"] == pages[0][0]["examples"]  # by the tokenizer alone
+
+
+def gone(folder: Path) -> str:
+    folder.rename(folder.with_name("elsewhere"))
+    return "is no longer there; name the model with --model"
+
+
+def too_large(folder: Path) -> str:
+    change_json(folder / "config.json", intermediate_size=1 << 40)
+    return "does not fit into memory: its weights take "
+
+
+def without_weights(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "cannot load the model "
+
+
+@pytest.mark.parametrize("spoil", [gone, too_large, without_weights])
+def test_without_its_model_a_run_is_measured_and_shown_with_one_note(
+    sae: CommandLine, tmp_path: Path, spoil: Callable[[Path], str]
+):
+    folder = save_model(tmp_path / "model")
+    make_text_run(sae.home, str(folder))
+    (bare,) = sae("eval", "--no-model", "--json").json["runs"]
+    reason = spoil(folder)
+    done = sae("eval", "--json").succeeds()
+    assert done.json["runs"] == [bare]
+    assert done.err.count("without ") == 1 and "without CE and KL: " in done.err
+    assert reason in done.err
+    done = sae("report", "--out", tmp_path / "out", "--json").succeeds()
+    (note,) = done.json["notes"]
+    assert note.startswith("without the language model: ") and reason in note
+    assert "promoted" not in pages_of(tmp_path / "out")[0]
+
+
+def test_a_model_on_the_hub_is_not_downloaded_unasked(sae: CommandLine, hub: ModelHub):
+    make_text_run(sae.home, "someone/large")
+    done = sae("eval", "--json").succeeds()
+    assert "someone/large is not on this machine; --model someone/large gets it" in done.err
+    assert not hub.asked
+    sae("eval", "--model", "someone/large").fails(1)
+
+
+def test_rows_that_name_no_model_are_measured_without_a_word(sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae())
+    done = sae("eval", "--json").succeeds()
+    assert "without" not in done.err and "kl" not in done.json["runs"][0]
+    sae("eval", "--tokens", "9").fails(2, "--tokens does nothing without --model")
 
 
 def test_a_number_chooses_the_latents_that_fire_most_often(

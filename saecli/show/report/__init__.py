@@ -21,7 +21,7 @@ from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import Home
 from ...extract.options import HookPoint
 from ...extract.splice import ModelLike, model_given, source_of, spec_of
-from ...measure.evaluate import evaluate_all
+from ...measure.evaluate import evaluate_all, noted, own_models, stored_models
 from ...measure.hook_points import places_document
 from ...measure.labels import shown_labels
 from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, survey
@@ -33,6 +33,7 @@ from ...store.split import Which
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
+    from ...extract.model_source import ModelSource
     from ...extract.tokenizer import TokenTexts
     from ...extract.tokens import Unembedding
 
@@ -88,28 +89,44 @@ def _asset(name: str) -> str:
 def _texts_and_outputs(
     run: Measured, model: Any, has_tokens: bool, notes: list[str]
 ) -> "tuple[Tokens, tuple[Unembedding, slice] | None]":
-    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; and the
-    given one's unembedding, with the columns of W_dec at its last hook point; notes gets sentences on missing parts."""
+    """The texts of a store's tokens, by the tokenizer of a model, by default of the one that the store names; and the
+    model's unembedding, with the columns of W_dec at its last hook point; notes gets sentences on missing parts."""
     store, stored_model = run.store, spec_of(run.store.meta.source)
     if not has_tokens:
         notes.append(
             f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"
         )
-    elif model is None and stored_model is None:
+    elif stored_model is None and isinstance(model, bool | None):
         notes.append(
             f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
             "--model names it"
         )
-    if model is None and not (has_tokens and stored_model):
-        return TokenNumbers(), None
-    # transformers takes seconds to import.
+    if not isinstance(model, bool | None):
+        return _of_model(run, model, notes)
+    missing: list[str] = []
+    if model and stored_models(run):
+        with noted("the language model", missing.append):
+            return _of_model(run, own_models(run, run.sae.W_enc.device)[-1], notes)
+    texts: Tokens = TokenNumbers()
+    if has_tokens and stored_model:
+        # transformers takes seconds to import.
+        from ...extract.language_model import load_tokenizer
+        from ...extract.model_source import find_model
+        from ...extract.tokenizer import TokenTexts
+
+        with noted("the texts of tokens", missing.append):
+            texts = TokenTexts(load_tokenizer(find_model(stored_model)))
+    notes += missing[:1]
+    return texts, None
+
+
+def _of_model(
+    run: Measured, model: "str | ModelSource", notes: list[str]
+) -> "tuple[TokenTexts, tuple[Unembedding, slice] | None]":
     from ...extract.language_model import LanguageModel, load_tokenizer
-    from ...extract.model_source import find_model
     from ...extract.tokenizer import TokenTexts
     from ...extract.tokens import Unembedding
 
-    if model is None:
-        return TokenTexts(load_tokenizer(find_model(str(stored_model)))), None
     predicted = [run.rows.target] if run.rows.target else run.rows.inputs
     recorded = [spec_of(rows.store.meta.source) for rows in predicted]
     place = source_of(model, recorded)
@@ -152,7 +169,7 @@ def report(
     split: Which = "all",
     latents: int | Sequence[int] | None = None,
     count: int | None = None,
-    model: ModelLike | None = None,
+    model: ModelLike | bool | None = True,
     tokenizer: Any = None,
     examples: int = 12,
     neuronpedia: str | None = None,
@@ -169,7 +186,8 @@ def report(
         split: rows that the latents are shown on.
         latents: those with a page of their own; None for the `count` most frequent, by default 4,096.
         model: hub id, also ID@REVISION, folder or GGUF file of the rows' language model, to show the tokens that each
-            latent promotes. Or a loaded model, with its `tokenizer`.
+            latent promotes. Or a loaded model, with its `tokenizer`. True: the one that the store names, with a note
+            where it is not on this machine or does not fit into memory; None or False: without.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages.
         overwrite: whether a folder `out` with an index.html is replaced, once the new one is whole.
