@@ -89,7 +89,8 @@ def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "ROWS", 1500)
-    monkeypatch.setattr(demo, "EPOCHS", 1)
+    for name in ("EPOCHS", "FEW_EPOCHS"):
+        monkeypatch.setattr(demo, name, 1)
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -98,10 +99,18 @@ def brief(monkeypatch: pytest.MonkeyPatch):
 def test_demo_runs_the_chain_and_names_its_pictures(sae: CommandLine, tmp_path: Path):
     done = sae("demo --pictures", tmp_path / "pictures").succeeds()
     printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
-    assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
+    assert printed == ["extract", *["train"] * 4, "eval", "sparsity", "geometry", "list"]
+    assert "In short: from a tenth of the rows PAM-SGD's held-out FVU is " in done.out
     named = [Path(path) for path in done.out.partition("pictures:")[2].split()]
     assert all(path.exists() for path in named)
     assert {*(tmp_path / "pictures").iterdir()} < {*named}
+
+
+def test_the_demo_concludes_from_its_figures():
+    said = demo.conclusion(0.2, 0.19, 0.3, 0.24)
+    assert "rows PAM-SGD's held-out FVU is 20.0% below SGD's (0.240, 0.300), from all" in said
+    assert "from all of them 5.0% below SGD's (0.190, 0.200)" in said
+    assert "10.0% above SGD's (0.330, 0.300)" in demo.conclusion(0.2, 0.19, 0.3, 0.33)
 
 
 def test_from_text_to_an_understood_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
