@@ -217,10 +217,11 @@ def choose(
 
 
 def demand_known(
-    function: str, options: Iterable[str], known: Collection[str], command: str
+    function: str, options: Iterable[str], known: Collection[str], command: str | None = None
 ) -> None:
-    """Raise a ConfigError, with advice, for an option that a function lacks; `command` has the same ones."""
+    """Raise a ConfigError, with advice, for an option that a function lacks; a `command` has the same ones."""
+    expected = f"one of `sae {command}`'s" if command else ", ".join(known) or "none"
     for name in options:
         if name not in known:
-            advice = did_you_mean(name, known) or f"expected one of `sae {command}`'s"
+            advice = did_you_mean(name, known) or f"expected {expected}"
             raise ConfigError(f"{function} has no option {name}; {advice}")

@@ -52,7 +52,7 @@ def command(
     paths = [
         *(str(runs_folder / name / "loss.png") for name in runs),
         *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
-        *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs[:2]),
+        *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs),
     ]
     listed = list_home(session.home.path)["runs"]
     fvus = {run["name"]: run["test_fvu"] for run in listed if run["name"] in runs}
@@ -114,7 +114,7 @@ def chain(store: str, runs: Sequence[str], pictures: Path) -> list[tuple[str, li
         ),
         (
             "Count how often latents fire: silent ones never, dense ones on over a tenth.",
-            ["sparsity", sgd, pam, "--plot", sparsity],
+            ["sparsity", *runs, "--plot", sparsity],
         ),
         (
             "Look at the spline that an SAE is, affine on each cell of rows with the same\n"

@@ -1,5 +1,6 @@
 """The commands' pictures as matplotlib figures, for notebooks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from matplotlib.figure import Figure
 from ..base.console import listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
+from ..base.options import demand_known, options_of
 from ..geometry import Settings
 from ..geometry.geometry import measure_geometry
 from ..measure.evaluate import compare_measured, sparsity_document
@@ -21,7 +23,14 @@ from . import pictures
 from .geometry import draw_geometry, rows_of_slice
 from .measures import PICTURED_ROWS, sparsest_first
 
-PICTURES = ("loss", "frontier", "sparsity", "geometry", "stability", "probe")
+PICTURES: dict[str, Sequence[str]] = {  # and their options
+    "loss": (),
+    "frontier": ("target",),
+    "sparsity": ("target",),
+    "geometry": (*options_of(Settings), "slice_"),
+    "stability": ("match_threshold",),
+    "probe": ("model", "layer", "site", "module", "sets", "rows", "k", "context"),
+}
 
 
 def draw(
@@ -43,14 +52,12 @@ def draw(
     """
     if picture not in PICTURES:
         raise unknown_choice("picture", picture, PICTURES)
+    demand_known(picture, options, PICTURES[picture])
     at, listener = Home.at(home), listening(progress)
     if picture == "loss":
         names = [None if name is None else str(name) for name in saes or [None]]
         folders = [at.runs.find(name) for name in names]
-        return [
-            pictures.loss_curves(None, folder.name, read_metrics(folder), **options)
-            for folder in folders
-        ]
+        return [pictures.loss_curves(None, folder.name, read_metrics(folder)) for folder in folders]
     if picture == "probe":
         from ..measure.probes import probe  # imports transformers, which takes seconds
 

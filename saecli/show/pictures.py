@@ -3,7 +3,7 @@ stability, hook points of a crosscoder."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from .style import (
     line_style,
     log_scale,
     marker,
+    numbered,
     say_empty,
     short,
 )
@@ -43,13 +44,22 @@ FREQUENCY_LABEL = "fraction of rows a latent fires on"
 def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figure:
     """Draw FVU and L0 of a run's training batches and held-out rows by step, given its `metrics.jsonl`."""
     style = line_style(0)
-    with figure(path, 9, 3.6) as drawn:
-        panels = {"fvu": FVU_LABEL, "l0": L0_LABEL}
-        for axes, (measure, label) in zip(drawn.subplots(1, 2), panels.items(), strict=True):
-            batches, rows = (  # steps and values, (2, any number) each
-                np.array(curve(lines, f"{of}_{measure}"), float).reshape(-1, 2).T
-                for of in ("batch", "test")
-            )
+    panels = {"fvu": FVU_LABEL, "l0": L0_LABEL}
+    curves = {  # steps and values, (2, any number), of batches and of held-out rows
+        measure: [
+            np.array(curve(lines, f"{of}_{measure}"), float).reshape(-1, 2).T
+            for of in ("batch", "test")
+        ]
+        for measure in panels
+    }
+    title, every_l0 = short(name), np.concatenate([values for _, values in curves["l0"]])
+    if len(every_l0) and np.ptp(every_l0) <= 1e-6 * every_l0.max():
+        del panels["l0"]
+        title += f", L0 {every_l0[0]:.4g} at every step"
+    with figure(path, 4.5 * len(panels) + 1, 3.6) as drawn:
+        every_axes = drawn.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (measure, label) in zip(every_axes, panels.items(), strict=True):
+            batches, rows = curves[measure]
             dot = "o" if batches.shape[1] == 1 else ""
             axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
             axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
@@ -61,7 +71,7 @@ def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figu
                 axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
             elif (values > 0).any():
                 log_scale(axes, "y")
-        drawn.suptitle(short(name), fontsize=10)
+        drawn.suptitle(title, fontsize=10)
         handles = [
             Line2D([], [], **style, alpha=0.6, linewidth=1),
             Line2D([], [], **style, marker="o"),
@@ -70,8 +80,8 @@ def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figu
     return drawn
 
 
-def _run_handles(count: int) -> list[Line2D]:
-    return [Line2D([], [], **line_style(index)) for index in range(count)]
+def _run_handles(numbers: Iterable[int]) -> list[Line2D]:
+    return [Line2D([], [], **line_style(index)) for index in numbers]
 
 
 def _draw_threshold(axes: Axes, x: float, words: str) -> None:
@@ -85,19 +95,24 @@ def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -
     rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,)."""
     l0s = [np.asarray(l0) for l0, _ in runs.values()]
     frequencies = [np.asarray(frequency) for _, frequency in runs.values()]
+    constant = bool(l0s) and all(np.count_nonzero(l0) == 1 for l0 in l0s)
     labels = []
     for name, l0, frequency in zip(runs, l0s, frequencies, strict=True):
         silent = f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
-        labels.append(f"{short(name)} ({silent} on these {counted(int(l0.sum()), 'row')})")
-    with figure(path, 9, 3.6) as drawn:
-        left, right = drawn.subplots(1, 2)
-        for index, l0 in enumerate(l0s):
-            rows, edges = l0_bins(l0, BINS)
-            left.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=1.6)
-        left.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
-        left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        own_l0 = f"L0 {l0.argmax()}, " if constant else ""
+        rows_counted = counted(int(l0.sum()), "row")
+        labels.append(f"{short(name)} ({own_l0}{silent} on these {rows_counted})")
+    numbers = numbered(runs)
+    with figure(path, 5.5 if constant else 9, 3.6) as drawn:
+        *left, right = drawn.subplots(1, 1 if constant else 2, squeeze=False)[0]
+        for axes in left:
+            for index, l0 in zip(numbers, l0s, strict=True):
+                rows, edges = l0_bins(l0, BINS)
+                axes.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=1.6)
+            axes.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         edges = frequency_edges(*frequencies)
-        for index, frequency in enumerate(frequencies):
+        for index, frequency in zip(numbers, frequencies, strict=True):
             latents = np.histogram(frequency[frequency > 0], edges)[0]
             right.stairs(latents, edges, **line_style(index), linewidth=1.6)
         if not any((frequency > 0).any() for frequency in frequencies):
@@ -105,7 +120,7 @@ def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -
         _draw_threshold(right, DENSE_FREQUENCY, "dense")
         right.set(xlabel=FREQUENCY_LABEL, ylabel="latents", xscale="log", ylim=(0, None))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        legend_below(drawn, _run_handles(len(runs)), labels)
+        legend_below(drawn, _run_handles(numbers), labels)
     return drawn
 
 
@@ -176,28 +191,28 @@ def sparsity(
 
 def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str, str]) -> Figure:
     """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
-    joined; runs with a measure that is not finite are left out."""
+    with one marker and joined; runs with a measure that is not finite are left out."""
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
     members: dict[str, list[Document]] = {}
     for run in runs:
         members.setdefault(families[run["run"]], []).append(run)
-    numbers = {family: index for index, family in enumerate(members)}
+    markers = {family: marker(index) for index, family in enumerate(members)}
+    numbers = numbered(run["run"] for run in runs)
     with figure(path, 6.5, 4.5) as drawn:
         axes = drawn.subplots()
-        for family, index in numbers.items():
-            points = sorted((run["l0"], run["fvu"]) for run in members[family])
-            axes.plot(*zip(*points, strict=True), **line_style(index), linewidth=0.8, alpha=0.5)
+        for own in members.values():
+            points = sorted((run["l0"], run["fvu"]) for run in own)
+            axes.plot(*zip(*points, strict=True), color=GREY, linewidth=0.8, alpha=0.5)
         handles, labels = [], []
-        for number, run in enumerate(runs, 1):
+        for number, (run, index) in enumerate(zip(runs, numbers, strict=True), 1):
             family = families[run["run"]]
-            index = numbers[family]
             handles += axes.plot(
                 run["l0"],
                 run["fvu"],
                 linestyle="none",
                 color=colour(index),
                 markersize=7,
-                marker=marker(index),
+                marker=markers[family],
                 clip_on=False,
             )
             if len(runs) == 1:
@@ -217,10 +232,14 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
         axes.set(xlabel=L0_LABEL, ylabel=FVU_LABEL)
         for which, measure in (("x", "l0"), ("y", "fvu")):
             values = [run[measure] for run in runs] or [1.0]
-            if min(values) > 0 and max(values) >= 10 * min(values):
+            low, high = min(values), max(values)
+            if low > 0 and high >= 10 * low:
                 log_scale(axes, which)
-            else:
-                axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})
+                continue
+            near = len(runs) > 1 and high < 2 * low
+            margin = max(0.15 * (high - low), 0.02 * high)
+            limits = (low - margin, high + margin) if near else (0, high * 1.15 or 1)
+            axes.set(**{f"{which}lim": limits})
         if not runs:
             say_empty(axes)
         legend_below(drawn, handles, labels)
@@ -234,15 +253,17 @@ def probes(path: Path | None, document: Document) -> Figure:
     of_run = [[line for line in document["probes"] if line["run"] == run["run"]] for run in runs]
     counts = [line["k"] for line in of_run[0]]
     one_place = len({(run["layer"], run["site"]) for run in runs}) == 1
+    numbers = numbered(run["run"] for run in runs)
     lowest = min([0.5, *(line["auc"] for line in document["by_set"])]) - 0.02
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
-        for index, run in enumerate(runs[:1] if one_place else runs):
+        shown = zip(numbers, runs, strict=True)
+        for index, run in list(shown)[: 1 if one_place else None]:
             (mean,), (low,), (high,) = _auc_ends(probes_of(document["probes"], run, None))
             dense_colour = GREY if one_place else colour(index)
             left.axhspan(low, high, color=dense_colour, alpha=0.12, linewidth=0)
             left.axhline(mean, color=dense_colour, linestyle=":")
-        for index, (run, lines) in enumerate(zip(runs, of_run, strict=True)):
+        for index, run, lines in zip(numbers, runs, of_run, strict=True):
             mean, low, high = _auc_ends(lines)
             # Side by side, so that intervals do not hide each other.
             x = np.array(counts) * 1.04 ** (index - (len(runs) - 1) / 2)
@@ -270,8 +291,8 @@ def probes(path: Path | None, document: Document) -> Figure:
             xlim=(lowest, 1.02),
             ylim=(lowest, 1.02),
         )
-        handles = _run_handles(len(runs))
-        for index, handle in enumerate(handles):
+        handles = _run_handles(numbers)
+        for index, handle in zip(numbers, handles, strict=True):
             handle.set_marker(marker(index))
         handles.append(Line2D([], [], color=GREY, linestyle=":"))
         labels = [short(run["run"]) for run in runs]
@@ -295,7 +316,8 @@ def stability(path: Path | None, document: Document) -> Figure:
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         labels = []
-        for index, run in enumerate(document["runs"]):
+        numbers = numbered(run["run"] for run in document["runs"])
+        for index, run in zip(numbers, document["runs"], strict=True):
             names = ("cosine", "match_fraction", "frequency")
             cosine, matched, frequency = (np.array(run[name], float) for name in names)
             counts, edges = np.histogram(cosine[~np.isnan(cosine)], BINS, (0, 1))
@@ -326,7 +348,7 @@ def stability(path: Path | None, document: Document) -> Figure:
             log_scale(right, "x")
         else:
             say_empty(right, "no latent fires")
-        legend_below(drawn, _run_handles(len(labels)), labels)
+        legend_below(drawn, _run_handles(numbers), labels)
     return drawn
 
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,13 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
         with appearing_whole(path) as temporary, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn for it
             drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
+
+
+def numbered(names: Iterable[str]) -> list[int]:
+    """The runs' numbers for `colour` and `marker`, by name: pictures of the same runs in another order agree."""
+    listed = list(names)
+    by_name = sorted({*listed})
+    return [by_name.index(name) for name in listed]
 
 
 def colour(index: int) -> str:

@@ -9,6 +9,7 @@ from launching import captured
 
 import saecli
 from saecli.sae.activations import TopK
+from saecli.show.drawing import PICTURES
 from saecli.show.pictures import loss_curves
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -62,6 +63,12 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, words: tuple[str, ...],
     make_run(tmp_path, "run", random_sae())
     with pytest.raises(saecli.SaeError, match=said):
         saecli.draw(*words, home=tmp_path)
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_an_unknown_option_of_a_picture_is_named(picture: str):
+    with pytest.raises(saecli.SaeError, match=f"^{picture} has no option foo; expected "):
+        saecli.draw(picture, foo=1)
 
 
 @pytest.mark.long

@@ -13,7 +13,16 @@ from matplotlib.image import imread
 
 from saecli.base.errors import ConfigError
 from saecli.show.measures import l0_bins
-from saecli.show.pictures import firing, frontier, loss_curves, patterns, probes, stability
+from saecli.show.pictures import (
+    FVU_LABEL,
+    firing,
+    frontier,
+    loss_curves,
+    patterns,
+    probes,
+    stability,
+)
+from saecli.show.style import COLOURS
 
 LINES = [
     {"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
@@ -178,13 +187,58 @@ def test_frontier_draws_each_run_and_joins_families(drawn: list[Figure], tmp_pat
         if line.get_linestyle() == "None"
     }
     assert (
-        shown[10.0, 0.3].get_color() == shown[20.0, 0.2].get_color() != shown[5.0, 0.3].get_color()
+        shown[10.0, 0.3].get_marker()
+        == shown[20.0, 0.2].get_marker()
+        != shown[5.0, 0.3].get_marker()
     )
+    assert len({line.get_color() for line in shown.values()}) == 4
     assert sorted(list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2) == [
         [5, 20],
         [10, 20],
     ]
     assert legend_of(drawn[0]) == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)"]
+
+
+def test_a_run_has_one_colour_in_all_pictures_of_the_same_runs(drawn: list[Figure]) -> None:
+    counts = (np.array([3, 4]), np.array([0.5]))
+    firing(None, {"b": counts, "a": counts})
+    frontier(None, *compared(("a", 4.0, 0.2, "relu"), ("b", 5.0, 0.3, "relu")))
+    frontier(None, *compared(("b", 4.0, 0.2, "relu"), ("a", 5.0, 0.3, "relu")))
+    colours = []
+    for figure in drawn:
+        handles = figure.legends[0].legend_handles
+        names = [
+            text.replace(" (relu)", "")[-1] if "(relu)" in text else text[0]
+            for text in legend_of(figure)
+        ]
+        colours.append({name: line.get_color() for name, line in zip(names, handles, strict=True)})
+    assert colours[0] == colours[1] == colours[2] == {"a": COLOURS[0], "b": COLOURS[1]}
+
+
+def test_a_frontier_of_near_runs_shows_them_apart_and_of_far_ones_begins_at_zero(
+    drawn: list[Figure],
+) -> None:
+    near, far = (("a", 16.0, 0.31), ("b", 16.0, 0.28)), (("a", 4.0, 0.9), ("b", 16.0, 0.28))
+    for runs in (near, far):
+        frontier(None, *compared(*((*run, "topk") for run in runs)))
+    (low_l0, high_l0), (low, high) = (
+        getattr(drawn[0].axes[0], f"get_{which}lim")() for which in "xy"
+    )
+    assert 15 < low_l0 < 16 < high_l0 < 17
+    assert 0.26 < low < 0.28 < 0.31 < high < 0.33
+    assert drawn[1].axes[0].get_xlim()[0] == drawn[1].axes[0].get_ylim()[0] == 0
+
+
+def test_a_constant_l0_is_said_and_has_no_panel(drawn: list[Figure]) -> None:
+    lines = [line | {name: 16.0 for name in line if name.endswith("l0")} for line in LINES]
+    loss_curves(None, "one", lines)
+    assert [axes.get_ylabel() for axes in drawn[0].axes] == [FVU_LABEL]
+    assert drawn[0].get_suptitle() == "one, L0 16 at every step"
+    firing(
+        None, {"one": (np.array([0, 0, 7]), np.array([0.5])), "two": (np.array([0, 5]), np.ones(1))}
+    )
+    assert [axes.get_ylabel() for axes in drawn[1].axes] == ["latents"]
+    assert legend_of(drawn[1])[0] == "one (L0 2, 0 of 1 silent on these 7 rows)"
 
 
 def test_stability_draws_cosines_and_match_fractions_by_frequency(
