@@ -52,6 +52,7 @@ TOGETHER = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "ce_mean"
 MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL, of one SAE
 LEAST_TOKENS = 4096  # of many
+FEW_ROWS = 100  # on fewer, figures change with the rows
 
 
 def sparsity(
@@ -426,10 +427,26 @@ class FeatureScores:
         }
 
 
+def why_noisy(measured: Measured) -> str | None:
+    """A sentence if a store's rows are too few, or of too few documents, for measures to hold for others."""
+    if not measured.rows.inputs:
+        return None
+    rows, documents = measured.of_store, None
+    if "document" in rows.store.meta.columns:
+        documents = len({int(one) for part in rows.column("document", READ) for one in part})
+    if rows.rows >= FEW_ROWS and documents != 1:
+        return None
+    of = "" if documents is None else f" of {counted(documents, 'document')}"
+    return f"figures on {counted(rows.rows, 'row')}{of} are noise: others give quite others; store more"
+
+
 def note_doubts(
     documents: Sequence[dict[str, Any]], measured_saes: Sequence[Measured], listener: Listener
 ) -> None:
     """Warn about SAEs with doubtful measures; see `metrics.doubts`."""
+    for members in by_rows(measured_saes):
+        if reason := why_noisy(measured_saes[members[0]]):
+            listener.note(f"{measured_saes[members[0]].rows.name}: warning: {reason}")
     for measured, document in zip(measured_saes, documents, strict=True):
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()
         if sentences:

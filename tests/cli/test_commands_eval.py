@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import storing
 import torch
 from homes import (
     CommandLine,
@@ -109,6 +110,30 @@ def test_runs_make_one_table_sparsest_first(sae: CommandLine):
     assert first == ["sparse", "exact", "random"]
     document = sae("eval", "random", "exact", "sparse", "--json").json
     assert [run["run"] for run in document["runs"]] == ["random", "exact", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "documents", "said"),
+    [
+        (53, 20, "figures on 53 rows of 20 documents are noise"),
+        (300, 1, "figures on 300 rows of 1 document are noise"),
+        (99, None, "figures on 99 rows are noise"),
+        (300, 20, ""),
+        (300, None, ""),
+    ],
+)
+def test_figures_of_few_rows_or_of_one_document_are_called_noise(
+    sae: CommandLine, rows: int, documents: int | None, said: str
+):
+    columns = {}
+    if documents:
+        numbers = np.arange(rows)
+        columns = {"document": numbers % documents, "position": numbers}
+        columns["document"].sort()
+    storing.make_store(sae.home / "activations" / "few", some_rows(rows), columns=columns)
+    make_run(sae.home, "run", random_sae(), data="few")
+    err = sae("eval", "--split", "all").succeeds().err
+    assert said in err and ("noise" in err) == bool(said)
 
 
 def test_runs_of_different_splits_are_said_to_be_measured_on_different_rows(sae: CommandLine):
