@@ -252,9 +252,16 @@ def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list
     home = ctx.find_root().obj  # None during completion
     if home and not runs:
         home.runs.find(None)
-    if not home or not isinstance(runs, list):
+    if not home or not runs:
         return runs
-    names = home.runs.matching(runs)
+    names = home.runs.matching([runs] if isinstance(runs, str) else runs)
+    if isinstance(runs, str):
+        if len(names) > 1:
+            raise ConfigError(
+                f"sae {ctx.info_name} takes one run, got {runs!r}, which {len(names):,} runs match, "
+                f"{names[0]} and others; name one of them, and call it once for each"
+            )
+        return names[0]
     ctx.meta[SEVERAL] = len(runs) > 1 or names != runs
     return names
 

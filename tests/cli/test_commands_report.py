@@ -282,6 +282,21 @@ def test_report_and_eval_of_one_run_take_the_model_of_its_store(
     assert pages[2][0]["examples"] == pages[0][0]["examples"]  # by the tokenizer alone
 
 
+@pytest.mark.parametrize("command", ["report", "read --prompt a"])
+def test_a_command_of_one_run_takes_a_pattern_of_one(
+    sae: CommandLine, tmp_path: Path, command: str
+):
+    make_text_store(sae.home, "texts", None)
+    for name in ("t-1", "t-2"):
+        make_run(sae.home, name, random_sae(), data="texts")
+    name = command.split()[0]
+    said = f"sae {name} takes one run, got 't-*', which 2 runs match, t-1 and others; name one"
+    out = [] if name == "read" else ["--out", tmp_path / "out"]
+    sae(command, "t-*", *out).fails(2, said)
+    sae(command, "x-*", *out).fails(1, "no run matches 'x-*'")
+    assert "match" not in sae(command, "*-2", *out).err
+
+
 def gone(folder: Path) -> str:
     folder.rename(folder.with_name("elsewhere"))
     return "is no longer there; name the model with --model"
