@@ -28,6 +28,7 @@ from saecli.sae.dictionary import SAE
 from saecli.show.report import SAMPLES, write_pages
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import directions_of
+from saecli.train.runs import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +296,21 @@ def test_a_command_of_one_run_takes_a_pattern_of_one(
     sae(command, "t-*", *out).fails(2, said)
     sae(command, "x-*", *out).fails(1, "no run matches 'x-*'")
     assert "match" not in sae(command, "*-2", *out).err
+
+
+def test_a_runs_page_has_its_training_curve(sae: CommandLine, tmp_path: Path):
+    make_text_store(sae.home, "texts", None)
+    make_run(sae.home, "bare", random_sae(), data="texts")
+    sae("train --data texts --act topk --k 3 --d-sae 24 --steps 60 --name run").succeeds()
+    drawn = {}
+    for name in ("run", "bare"):
+        sae("report", name, "--out", tmp_path / name).succeeds()
+        drawn[name] = index_of(tmp_path / name)["training"]
+    logged = read_metrics(sae.home / "runs" / "run")
+    for name, key in (("batches", "batch_fvu"), ("held_out", "test_fvu")):
+        expected = [[line["step"], line[key]] for line in logged if key in line]
+        assert drawn["run"][name] == expected and expected
+    assert drawn["bare"] == {"batches": [], "held_out": []}
 
 
 def gone(folder: Path) -> str:

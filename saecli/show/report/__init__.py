@@ -30,6 +30,8 @@ from ...sae.library import SAELike
 from ...sae.metrics import Firing, doubts
 from ...store.opening import folder_bytes
 from ...store.split import Which
+from ...train.runs import read_metrics
+from ..measures import curve
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
@@ -231,6 +233,11 @@ def report(
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
     content = overview(_heading(run, neuronpedia), measures, result, notes)
     content["latents"] |= details.columns()
+    logged = read_metrics(run.subject.folder) if run.subject.folder else []
+    content["training"] = {  # FVU by step
+        name: [point for point in curve(logged, f"{of}_fvu") if point[1] > 0]
+        for name, of in (("batches", "batch"), ("held_out", "test"))
+    }
     if labels := shown_labels(run.subject.folder, d_sae):
         content["latents"]["label"] = [labels.get(latent) for latent in range(d_sae)]
     with listener.progress("writing", len(chosen), "latents") as show:

@@ -59,3 +59,12 @@ function bars(label, x, edges, counts, unit, word) {
         h("title", {}, `${word(edges[place], edges[place + 1])}: ${number(count)} ${unit}`));
     }));
 }
+
+// A curve as a line, another as dots, both of [x, y]; y is logarithmic.
+function curves(label, x, line, dots) {
+  const points = [...line, ...dots], values = points.map((point) => point[1]);
+  const last = Math.max(...points.map((point) => point[0]));
+  return chart(label, { low: 0, high: last, label: x }, { low: Math.min(...values), high: Math.max(...values), log: true },
+    (px, py) => [h("path", { class: "curve", d: line.map(([at, value], place) => `${place ? "L" : "M"}${px(at)} ${py(value)}`).join("") }),
+      dots.map(([at, value]) => h("circle", { class: "dot", cx: px(at), cy: py(value), r: 3 }))].flat());
+}

@@ -63,6 +63,10 @@ function charts() {
     drawn.push(card("How often latents fire", bars("histogram of firing frequencies", { log: true,
       label: "fraction of rows", show: percent }, frequency.edges, frequency.counts, "latents", share)));
   }
+  const { batches, held_out } = data.training;
+  if (batches.length + held_out.length > 1) {
+    drawn.push(card("FVU in training", curves("FVU in training, by step", "step; dots: held-out rows", batches, held_out)));
+  }
   return [h("div", { class: "charts" }, drawn), sentence];
 }
 
