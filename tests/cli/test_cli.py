@@ -262,3 +262,14 @@ def test_a_system_that_is_not_posix_is_refused_in_one_sentence(argv, status, sai
     assert done.stderr.splitlines()[-1].startswith(said)
     assert done.stderr.endswith("; on Windows, install it in WSL\n")
     assert ("Traceback" in done.stderr) == (argv[0] != "sae")
+
+
+@pytest.mark.parametrize(("allowed", "most", "then"), [(256, 9000, 4096), (256, 300, 300)])
+def test_the_command_may_open_more_files_than_a_shell_allows_at_first(allowed, most, then):
+    """A sweep holds a lock for each run."""
+    code = (
+        f"import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, ({allowed}, {most}))\n"
+        "from saecli.__main__ import main; sys.argv = ['sae', '--version']\n"
+        "try: main()\nfinally: print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+    )
+    assert captured([sys.executable, "-c", code]).stdout.split()[-1] == str(then)
