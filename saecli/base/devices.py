@@ -65,14 +65,14 @@ def device_named(name: str) -> torch.device:
     except RuntimeError:  # its message lists every kind of device that torch has had
         raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
     try:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # else pinned memory makes a context on GPU 0 too
         # Sums are float64, which not every device has.
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"--device {name} cannot be used here: {one_line(error)}; use cpu or auto"
         ) from error
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # else pinned memory makes a context on GPU 0 too
     return device
 
 
