@@ -231,11 +231,11 @@ def unlike(model: "LanguageModel", stored: Mapping[str, Any]) -> str | None:
     given, recorded = isinstance(source, LoadedSource), "loaded" in stored
     if given and not recorded:
         return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
+    known, now = stored.get("weights"), source.content
     if recorded and not given:
-        same = stored.get("state") == state_hash(model.model)
-    else:
-        same = stored.get("weights") == source.content
-    return None if same else f"came from {spec} with other weights than it has now"
+        known, now = stored.get("state"), state_hash(model.model)
+    change = "with other weights" if recorded else "before its files changed"
+    return None if known in (None, now) else f"came from {spec} {change}: CE and KL may differ"
 
 
 def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:

@@ -178,7 +178,7 @@ def test_a_store_of_an_older_saecli_is_opened_and_gone_on_with(tmp_path):
     with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
         writer.append(ROWS[:130], {}, {"row": 0})
     as_version_3(tmp_path / "begun")
-    assert ActivationStore.open(tmp_path / "begun").rows == 100
+    assert ActivationStore.open(tmp_path / "begun").rows == 130
     with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
         assert writer.cursor == {"row": 0}
         writer.append(ROWS[:130], {}, {"row": 0})
@@ -186,7 +186,7 @@ def test_a_store_of_an_older_saecli_is_opened_and_gone_on_with(tmp_path):
         writer.finish()
     got = stored_contents(tmp_path / "begun")
     np.testing.assert_array_equal(got["rows"], ROWS)
-    assert [shard["rows"] for shard in got["meta"]["shards"]] == [100, 100, 50]
+    assert [shard["rows"] for shard in got["meta"]["shards"]] == [100, 30, 100, 20]
     assert (tmp_path / "begun" / "shards.jsonl").exists()
 
 
