@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import filter as matches_of
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,11 +22,10 @@ from .arrays import (
     Part,
     check_memory,
     demand_rows,
-    files_named_in,
     format_of,
     list_arrays,
-    list_index,
     naming,
+    shards_of,
 )
 from .options import ImportConfig
 
@@ -35,6 +34,7 @@ TOKEN_IDS = {"token_ids": "token_id", "input_ids": "token_id"}  # keys of arrays
 # Arrays from which on each is a document: of fewer, a tenth may be much of the rows. Not shards of one array.
 MANY = 10
 SHARD_NAMES = r"(\d-of-\d+\.\w+|\.parquet|\.index\.json)$"
+OF_FILES = ("key", "index", "flatten", "transpose", "mask", "shape")  # options
 DEFAULTS = ImportConfig()
 Files: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -44,22 +44,22 @@ def files_of(words: Sequence[str]) -> list[Path]:
     names. FormatError if there are none, or one comes twice."""
     found: list[Path] = []
     for word in words:
-        path, paths = Path(word), [Path(word)]
-        if path.is_dir():
-            paths = [entry for entry in path.glob("[!.]*") if entry.is_file() and format_of(entry)]
-            paths = [entry for entry in paths if format_of(entry) is list_index] or paths
-        elif not path.exists() and glob.has_magic(word):
-            paths = [
-                entry for entry in map(Path, glob.glob(word, recursive=True)) if entry.is_file()
-            ]
+        paths = [Path(word)]
+        is_folder = paths[0].is_dir()
+        if is_folder or (glob.has_magic(word) and not paths[0].exists()):
+            names = glob.glob(f"{glob.escape(word)}/*" if is_folder else word, recursive=True)
+            paths = [path for path in map(Path, names) if path.is_file()]
+        if is_folder:
+            paths = [path for path in paths if format_of(path)]
+            shards = {shard for path in paths for shard in shards_of(path)}
+            paths = [path for path in paths if path not in shards]
         if not paths:
             raise FormatError(
                 f"cannot import {word}: expected files of arrays, got none; check the path"
             )
         found += sorted(paths, key=lambda path: natural_order(str(path)))
-    counts = Counter(path.resolve() for path in found)
-    for path in found:
-        if counts[path.resolve()] > 1:
+    for path, count in Counter(path.resolve() for path in found).items():
+        if count > 1:
             raise FormatError(f"cannot import {path}: it is given twice; name each file once")
     return found
 
@@ -68,51 +68,46 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
     """Open rows to import: of files in `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     words = [str(word) for word in ([file] if isinstance(file, str | Path) else file)]
     if words[0] in SAMPLES and not Path(words[0]).exists() and len(words) == 1:
-        if config.key or config.flatten or config.index or config.mask or config.transpose:
+        if any(getattr(config, name) for name in OF_FILES):
             raise FormatError(
                 f"{words[0]} come whole from scikit-learn; leave out --key, --flatten and other options of files"
             )
         return SAMPLES[words[0]]()
     files = files_of(words)
-    listed = lru_cache(maxsize=1)(lambda path: list_arrays(path, config))
+    listed = lru_cache(maxsize=1)(partial(list_arrays, config=config))
     parts: list[Part] = []
     likely_mask = None
     for path in files:
         with naming(str(path)):
             keys = _chosen(listed(path), path, config.key)
             several = len(files) > 1 or len(keys) > 1
-            for key in keys:
-                part = _part(path, key, listed, config, several)
-                first = parts[0] if parts else part
-                if part.kind != first.kind:
-                    raise FormatError(
-                        f"cannot import {part.name} with {first.name}: expected {first.kind}, got {part.kind}; "
-                        "leave it out, or convert it"
-                    )
-                parts.append(part)
-            likely_mask = likely_mask or _likely_mask(listed(path), keys, part)
-    indexes = [path for path in files if format_of(path) is list_index]
-    members = sorted(file for index in indexes for file in set(files_named_in(index).values()))
+            parts += [_part(path, key, listed, config, several) for key in keys]
+            likely_mask = likely_mask or _likely_mask(listed(path), keys, parts[-1])
+    first = parts[0]
+    for part in parts:
+        if part.kind != first.kind:
+            raise FormatError(
+                f"cannot import {part.name} with {first.name}: expected {first.kind}, got {part.kind}; "
+                "leave it out, or convert it"
+            )
+    shards = sorted({shard for path in files for shard in shards_of(path)})
     is_shards = all(re.search(SHARD_NAMES, path.name) for path in files)
-    is_texts = "token_id" in parts[0].beside or len(parts) >= MANY
-    by_part = several and len(parts[0].shape) == 2 and is_texts and not is_shards
-    return ArraySource(parts, [*files, *members], by_part, likely_mask)
+    is_texts = "token_id" in first.per_row or len(parts) >= MANY
+    by_part = len(parts) > 1 and len(first.shape) == 2 and is_texts and not is_shards
+    return ArraySource(parts, [*files, *shards], by_part, likely_mask)
 
 
 def _chosen(arrays: Arrays, path: Path, key: str | None) -> list[str]:
     """The keys of the arrays whose rows are meant."""
     if key is not None and "" in arrays:
         raise FormatError(f"{path} holds one array, without a key; leave out --key")
+    keys = list(arrays)
     if key is not None:
         keys = [key] if key in arrays else sorted(matches_of(arrays, key), key=natural_order)
-    else:
+    elif len(arrays) > 1:
         opened = {name: listing() for name, listing in arrays.items()}
-        keys = [
-            name
-            for name, array in opened.items()
-            if len(arrays) == 1
-            or ("float" in array.dtype and (array.in_list or len(array.shape) > 1))
-        ]
+        floats = {name: array for name, array in opened.items() if "float" in array.dtype}
+        keys = [name for name, each in floats.items() if each.in_list or len(each.shape) > 1]
         if len(keys) > 1 and not all(opened[name].in_list for name in keys):
             keys = []
     if not keys:
@@ -136,20 +131,30 @@ def _part(
         return _opened(listed(path), key, path, config, several)
 
     name = f"{path}, {key}" if key and several else str(path)
-    arrays = opened()
-    rows, beside = arrays["rows"], tuple(arrays)[1:]
-    shape = _flattened(rows, name, config, beside)
+    others = opened()
+    rows = others.pop("rows")
+    shape = _row_shape(rows, name, config, [other.shape for other in others.values()])
+    per_row = [column for column, other in others.items() if other.shape == shape[:-1]]
+    if config.mask and "mask" not in per_row:
+        got = f"shape {others['mask'].shape}" if "mask" in others else "none of this name"
+        raise FormatError(
+            f"cannot use --mask {config.mask} for {name}: expected an array of a value for each position, shape "
+            f"{shape[:-1]}, got {got}; choose one of its keys ({', '.join(listed(path))})"
+        )
     # An allocator need not refuse what a file claims.
     to_fit = f"one row or document of its shape, {rows.shape}, is as large; check the shape"
     check_memory(name, 4 * math.prod(rows.shape[1:]), to_fit)
-    return Part(name, shape, rows.dtype, opened, beside)
+    return Part(name, shape, rows.dtype, opened, tuple(per_row))
 
 
 def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
     """An array, none of the rows, that leaves out some positions of the last of them."""
-    for name in arrays.keys() - set(keys) if "mask" not in part.beside else ():
+    for name in arrays if "mask" not in part.per_row else ():
         own_name = name.removeprefix(_parent(keys[-1]))
-        if own_name not in TOKEN_IDS and (array := arrays[name]()).shape == part.shape[:-1]:
+        if name in keys or own_name in TOKEN_IDS:
+            continue
+        array = arrays[name]()
+        if array.shape == part.shape[:-1]:
             values = np.asarray(array.read(slice(None)))
             if np.isin(values, (0, 1)).all() and not values.all():
                 return own_name
@@ -159,76 +164,49 @@ def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
 def _opened(
     arrays: Arrays, key: str, path: Path, config: ImportConfig, several: bool
 ) -> dict[str, Array]:
-    """The "rows" of an array, and values of the same positions: the mask, and token ids."""
-    array = arrays[key]()
-    demand_rows(array.dtype, f"cannot import {path}")
-    beside = {
+    """The "rows" of an array, and the "mask" and "token_id" of the same name or next to it."""
+    rows = arrays[key]()
+    demand_rows(rows.dtype, f"cannot import {path}")
+    if config.index:
+        rows = _indexed(rows, config.index, path)
+    if config.transpose:
+        rows = _transposed(rows, path)
+    if several and len(rows.shape) == 1:  # each vector is a row
+        vector = rows
+        rows = replace(rows, shape=(1, *rows.shape), read=lambda part: vector.read(slice(None)))
+    found = {
         column: arrays[prefix + name]()
         for name, column in ((config.mask, "mask"), *TOKEN_IDS.items())
         for prefix in ("", _parent(key))  # its own ones count
         if name and prefix + name in arrays
     }
-    if config.mask and "mask" not in beside:
-        raise FormatError(
-            f"{path} has no array {config.mask} for --mask; choose one of its keys ({', '.join(arrays)})"
-        )
-    if config.index:
-        entries, whole = config.index.split(","), array.shape
-        array = _indexed(array, entries, path)
-        for name, other in beside.items():
-            if other.shape == whole[: len(other.shape)]:
-                beside[name] = _indexed(other, entries[: len(other.shape)], path)
-    if config.transpose:
-        array = _transposed(array, path, config.index is not None)
-    if several and len(array.shape) == 1:  # each vector is a row
-        vector = array
-        array = replace(array, shape=(1, *array.shape), read=lambda part: vector.read(slice(None)))
-    tokens = beside["token_id"].shape if "token_id" in beside else array.shape[:-1]
-    flatten = config.flatten or array.flatten
-    if flatten != "features" and array.shape[: len(tokens)] == tokens:
-        array = _of_one_layer(array, len(tokens), path)
-    positions = array.shape[:1] if flatten == "features" else array.shape[:-1]
-    if config.mask and beside["mask"].shape != positions:
-        raise FormatError(
-            f"cannot use --mask {config.mask} for {path}: expected a value for each position, shape {positions}, "
-            f"got shape {beside['mask'].shape}; choose another array"
-        )
-    fitting = {name: other for name, other in beside.items() if other.shape == positions}
-    return {"rows": array, **fitting}
+    return {"rows": rows, **found}
 
 
-def _indexed(array: Array, index: Sequence[str], path: Path) -> Array:
-    """A part of an array, by the entries of an index in NumPy's brackets."""
-    entries: list[int | slice] = []
+def _indexed(array: Array, index: str, path: Path) -> Array:
+    """A part of an array, by a number or : for each of its first axes."""
     try:
-        for entry in index:
-            if ":" in entry:
-                start, stop = (int(end) if end else None for end in entry.split(":"))
-                entries.append(slice(start, stop))
-            else:
-                entries.append(int(entry))
-        shape = np.broadcast_to(np.int8(0), array.shape)[tuple(entries)].shape
-        entries.append(slice(None))
-        first = next(axis for axis, each in enumerate(entries) if isinstance(each, slice))
-        numbers: Any = range(array.shape[first])[entries[first]]
+        given = [slice(None) if entry == ":" else int(entry) for entry in index.split(",")]
+        shape = np.broadcast_to(np.int8(0), array.shape)[tuple(given)].shape
     except (IndexError, ValueError) as error:
         raise FormatError(
-            f"cannot take --index {','.join(index)} of {path}: expected an index such as ':,2', without steps, of an "
+            f"cannot take --index {index} of {path}: expected a number or : for each axis, such as ':,2', of an "
             f"array of shape {array.shape}"
         ) from error
+    entries = [*given, *[slice(None)] * (len(array.shape) - len(given))]
 
-    def read(elements: slice) -> np.ndarray:
-        own = numbers[elements]
-        part = slice(own.start, own.stop)
-        return array.read((*entries[:first], part, *entries[first + 1 : -1]))
+    def read(part: Any) -> np.ndarray:
+        own = iter(part if isinstance(part, tuple) else (part,))
+        whole = tuple(next(own, entry) if isinstance(entry, slice) else entry for entry in entries)
+        return array.read(whole)
 
     return replace(array, shape=shape, read=read)
 
 
-def _transposed(array: Array, path: Path, is_part: bool) -> Array:
-    if len(array.shape) != 2 or is_part:
+def _transposed(array: Array, path: Path) -> Array:
+    if len(array.shape) != 2:
         raise FormatError(
-            f"cannot --transpose {path}: expected a matrix, without --index, got shape {array.shape}; leave one out"
+            f"cannot --transpose {path}: expected a matrix, got shape {array.shape}; choose one by --index"
         )
     return replace(
         array,
@@ -237,25 +215,12 @@ def _transposed(array: Array, path: Path, is_part: bool) -> Array:
     )
 
 
-def _of_one_layer(array: Array, axes: int, path: Path) -> Array:
-    """An array without the axes between its tokens and its width; FormatError if these hold several layers."""
-    layers = array.shape[axes:-1]
-    if not layers:
-        return array
-    if math.prod(layers) > 1:
-        before = ":," * axes
-        raise FormatError(
-            f"cannot import {path}: expected one vector for each token, got {layers[0]:,} layers, shape {array.shape}: "
-            f"choose one, by --index {before}0 for the first, or put them side by side by --flatten features"
-        )
-    return _indexed(array, [*":" * axes, *"0" * len(layers)], path)
-
-
-def _flattened(
-    array: Array, name: str, config: ImportConfig, beside: Sequence[str]
+def _row_shape(
+    array: Array, name: str, config: ImportConfig, others: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The shape (rows, features), or (documents, positions, features) with one or more dimensions of positions."""
-    shape = array.shape
+    """The shape (rows, features), or (documents, positions, features) with one or more axes of positions; these are
+    the axes of `others`, the shapes of masks and token ids, where an array begins with them."""
+    shape, flatten = array.shape, config.flatten or array.flatten
     if len(shape) < 2 or min(shape) < 1:
         raise FormatError(
             f"cannot import {name}: expected rows in an array of shape (rows, features) or with more "
@@ -268,22 +233,30 @@ def _flattened(
                 f"shape {shape}; leave it out"
             )
         return shape
-    rows, width = math.prod(shape[:-1]), math.prod(shape[1:])
-    flatten = config.flatten or array.flatten
-    if flatten is None:
-        raise FormatError(
-            f"cannot import {name}: expected an array of shape (rows, features), got shape {shape}: "
-            f"--flatten positions gives {counted(rows, 'row')} of {shape[-1]:,} dimensions, "
-            f"--flatten features {counted(shape[0], 'row')} of {width:,}"
-        )
-    if flatten == "positions" and len(shape) > 3 and not (config.index or beside):
+    width = math.prod(shape[1:])
+    if flatten == "features":
+        return shape[0], width
+    known = next((other for other in others if other and other == shape[:-1][: len(other)]), ())
+    layers = shape[len(known) : -1] if known else ()
+    if flatten and len(shape) > 3 and not (known or config.index):
+        layers = shape[1:-1]
+    if math.prod(layers) > 1:
         axes = ", ".join(f"axis {axis} of {length:,}" for axis, length in enumerate(shape[:-1]))
         raise FormatError(
-            f"cannot import {name}: expected to know which axes are positions, got {axes}, and {shape[-1]:,} "
-            "dimensions: where an axis is layers or heads, choose one by --index (':,2': the third of axis 1); "
-            "where none is, take all by --index :"
+            f"cannot import {name}: expected one vector for each token, got {axes}, and {shape[-1]:,} dimensions: "
+            "choose a layer or head by --index (':,0': the first of axis 1), or put them side by side by "
+            f"--flatten features{'' if known else '; if all these axes are positions, add --index :'}"
         )
-    return (shape[0], width) if flatten == "features" else shape
+    if known:
+        return (*known, shape[-1])
+    if flatten is None:
+        rows = counted(math.prod(shape[:-1]), "row")
+        raise FormatError(
+            f"cannot import {name}: expected an array of shape (rows, features), got shape {shape}: "
+            f"--flatten positions gives {rows} of {shape[-1]:,} dimensions, "
+            f"--flatten features {counted(shape[0], 'row')} of {width:,}"
+        )
+    return shape
 
 
 def _sample(rows: np.ndarray, **columns: np.ndarray) -> ArraySource:

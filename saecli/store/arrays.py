@@ -61,8 +61,8 @@ class Part:
     name: str  # in messages
     shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
     dtype: str
-    open: Callable[[], dict[str, Array]]  # "rows", and of the same positions "mask" and columns
-    beside: tuple[str, ...] = ()  # names of these
+    open: Callable[[], dict[str, Array]]  # "rows", and others by name
+    per_row: tuple[str, ...] = ()  # others that have a value for each row: "mask", and columns
 
     @property
     def rows(self) -> int:
@@ -71,18 +71,18 @@ class Part:
     @property
     def kind(self) -> str:
         """What rows that follow each other have in common."""
-        beside = "".join(f" and {name}" for name in self.beside)
-        return f"{len(self.shape)} axes of {self.dtype}, {self.shape[-1]:,} dimensions{beside}"
+        others = "".join(f" and {name}" for name in self.per_row)
+        return f"{len(self.shape)} axes of {self.dtype}, {self.shape[-1]:,} dimensions{others}"
 
     def values(self, arrays: Mapping[str, Array], elements: slice) -> dict[str, np.ndarray]:
         """What `open` returned, of some elements: (R, F) float32 and (R,)."""
         values = {}
-        for name, array in arrays.items():
+        for name in ("rows", *self.per_row):
             shape = (-1, self.shape[-1]) if name == "rows" else (-1,)
             kind = np.float32 if name in ("rows", "mask") else np.int64
             # Overflow gives infinities; the store drops and counts such rows. A view would keep its file open.
             with naming(self.name), np.errstate(over="ignore"):
-                values[name] = np.array(array.read(elements), kind, order="C").reshape(shape)
+                values[name] = np.array(arrays[name].read(elements), kind, order="C").reshape(shape)
         if not np.isin(values.get("mask", 0), (0, 1)).all():
             raise FormatError(
                 f"cannot import {self.name}: expected a --mask of 0 and 1, or of truth values, got others; choose "
@@ -115,46 +115,45 @@ class ArraySource:
         return own_types.get(self.parts[0].dtype, "float32")
 
     @property
+    def has_documents(self) -> bool:
+        return self.by_part or len(self.parts[0].shape) > 2
+
+    @property
     def columns(self) -> tuple[str, ...]:
-        given = [name for name in self.parts[0].beside if name != "mask"]
-        has_documents = self.by_part or len(self.parts[0].shape) > 2
-        return (*(("document", "position") if has_documents else ()), *given)
+        given = [name for name in self.parts[0].per_row if name != "mask"]
+        return (*(("document", "position") if self.has_documents else ()), *given)
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Values from row `start` on, in blocks of about 16 MiB, or of one document: the first row's number; "rows",
-        (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store."""
+        """Values from row `start` on, with which a block begins, in blocks of about 16 MiB, or of one document: the
+        first row's number; "rows", (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store.
+        """
         most = BLOCK_BYTES // (4 * self.features)
         held: list[dict[str, np.ndarray]] = []
-        begin = rows = 0  # of the values held
-        for first, values in self._pieces(start, most):
+        rows = 0  # of the values held
+        for values in self._pieces(start, most):
             if held and rows + len(values["rows"]) > most:
-                yield begin, _joined(held)
-                held, rows = [], 0
-            begin = begin if held else first
+                yield start, _joined(held)
+                start, held, rows = start + rows, [], 0
             held.append(values)
             rows += len(values["rows"])
-        yield begin, _joined(held)
+        yield start, _joined(held)
 
-    def _pieces(self, start: int, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    def _pieces(self, start: int, most: int) -> Iterator[dict[str, np.ndarray]]:
         """As `blocks`, each of one part, and of at most so many rows."""
-        columns, begin, documents = self.columns, 0, 0
-        for number, part in enumerate(self.parts):
+        begin = documents = 0  # before the part
+        for part in self.parts:
             unit = part.rows // part.shape[0]  # rows per element of the first dimension
+            length = part.rows if self.by_part else unit  # of a document
             step = max(1, most // unit)
             elements = range(max(0, start - begin) // unit, part.shape[0], step)
             arrays = part.open() if elements else {}
             for element in elements:
                 values = part.values(arrays, slice(element, element + step))
-                rows = element * unit + np.arange(len(values["rows"]))
-                if "document" in columns and "document" not in values:
-                    own = np.full_like(rows, number) if self.by_part else documents + rows // unit
-                    values |= {"document": own, "position": rows if self.by_part else rows % unit}
-                skipped = max(0, start - begin - element * unit)
-                yield (
-                    begin + element * unit + skipped,
-                    {name: column[skipped:] for name, column in values.items()},
-                )
-            begin, documents = begin + part.rows, documents + part.shape[0]
+                if self.has_documents:
+                    rows = element * unit + np.arange(len(values["rows"]))
+                    values |= {"document": documents + rows // length, "position": rows % length}
+                yield values
+            begin, documents = begin + part.rows, documents + part.rows // length
 
 
 def _joined(held: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -228,10 +227,6 @@ def _list_numpy(path: Path, _: ImportConfig) -> Arrays:
             return {"": lambda: _of_numpy(loaded)}
     with zipfile.ZipFile(path) as members:
         sizes = {member.filename: member.file_size for member in members.infolist()}
-    if {"format.npy", "shape.npy", "data.npy"} <= sizes.keys():
-        raise FormatError(
-            f"cannot import {path}: it is a sparse matrix of SciPy; save `x.toarray()`"
-        )
 
     def load(name: str) -> Array:
         check_memory(str(path), sizes[name])
@@ -251,20 +246,27 @@ def _list_safetensors(path: Path, _: ImportConfig) -> Arrays:
     return {key: partial(describe, key) for key in file.keys()}  # noqa: SIM118 - it is not iterable
 
 
-def files_named_in(index: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor that an index names; ValueError for a path."""
-    files = read_json(index, dict[str, dict[str, Any]])["weight_map"]
-    return {key: index.with_name(file) for key, file in files.items()}
+def _files_of_tensors(index: Path) -> dict[str, Path]:
+    """The safetensors file of each tensor that an index names; FormatError for a path."""
+    with naming(str(index)):
+        files = read_json(index, dict[str, dict[str, Any]])["weight_map"]
+        return {key: index.with_name(file) for key, file in files.items()}
 
 
-def list_index(path: Path, config: ImportConfig) -> Arrays:
+def shards_of(path: Path) -> set[Path]:
+    """The files that a file is an index of."""
+    is_index = format_of(path) is _list_index
+    return set(_files_of_tensors(path).values()) if is_index else set()
+
+
+def _list_index(path: Path, config: ImportConfig) -> Arrays:
     """The tensors of several safetensors files."""
 
     def describe(key: str, file: Path) -> Array:
         with naming(str(file)):
             return _list_safetensors(file, config)[key]()
 
-    return {key: partial(describe, key, file) for key, file in files_named_in(path).items()}
+    return {key: partial(describe, key, file) for key, file in _files_of_tensors(path).items()}
 
 
 def _list_torch(path: Path, _: ImportConfig) -> Arrays:
@@ -290,9 +292,9 @@ def _list_torch(path: Path, _: ImportConfig) -> Arrays:
 
 
 def _not_dense(path: Path, kind: str) -> FormatError:
-    remedy = "a list of its tensors, `list(x.unbind())`" if kind == "nested" else "`x.to_dense()`"
     return FormatError(
-        f"cannot import {path}: expected dense tensors, got a {kind} one; save {remedy}"
+        f"cannot import {path}: expected dense tensors, got a {kind} one; save a nested one as `list(x.unbind())`, "
+        "a sparse one as `x.to_dense()`"
     )
 
 
@@ -454,7 +456,7 @@ def _is_partly_written(dataset: "h5py.Dataset") -> bool:
 ARRAY_FORMATS: dict[str, Callable[[Path, ImportConfig], Arrays]] = {
     r"\.np[yz]$": _list_numpy,
     r"\.safetensors$": _list_safetensors,
-    r"\.index\.json$": list_index,
+    r"\.index\.json$": _list_index,
     r"\.(pt|pth)$": _list_torch,
     r"\.(h5|hdf5)$": _list_hdf5,
     r"\.parquet$": _list_parquet,

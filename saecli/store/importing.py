@@ -244,18 +244,15 @@ def _stored(
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
         for first, values in () if writer.meta.complete else blocks(cursor["row"]):
             cursor = {"row": first, "_zeros": zeros}
-            block = values["rows"]
-            unmasked = values.get("mask", np.ones(len(block))) > 0
-            is_zero = unmasked & ~block.any(axis=1)
-            zeros += int(is_zero.sum())
-            kept = unmasked & ~is_zero if drop_zeros else unmasked
+            nonzero = values["rows"].any(axis=1)
+            unmasked = values.get("mask", np.ones(len(nonzero))) > 0
+            zeros += int((unmasked & ~nonzero).sum())
+            kept = unmasked & nonzero if drop_zeros else unmasked
             before = np.cumsum(kept)
             dropped = {"masked": before[~unmasked], "all_zero": before[unmasked & ~kept]}
-            columns = {name: values[name] for name in meta.row_values}
             if not kept.all():
-                block = block[kept]
-                columns = {name: column[kept] for name, column in columns.items()}
-            pool.submit(writer.append, block, columns, cursor, dropped).result()
+                values = {name: column[kept] for name, column in values.items()}
+            pool.submit(writer.append, values["rows"], values, cursor, dropped).result()
             show(writer.rows)
         writer.finish()
     if zeros and not drop_zeros:

@@ -30,7 +30,8 @@ class ImportConfig(Config):
         ),
     ] = None
     index: Annotated[
-        str | None, Shown("The part of the array, as in NumPy's brackets: ':,6' is x[:, 6].")
+        str | None,
+        Shown("Which layer or head: a number or : for each axis, ':,6' for x[:, 6]."),
     ] = None
     flatten: Annotated[
         Literal["positions", "features"] | None,

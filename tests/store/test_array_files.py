@@ -109,11 +109,11 @@ def test_parts_follow_each_other_in_the_order_of_their_numbers(tmp_path, monkeyp
     write, options = MADE[kind]
     file = write(tmp_path)
     np.testing.assert_array_equal(values_of(file, **options)["rows"], TOGETHER)
-    np.testing.assert_array_equal(values_of(file, 70, **options)["rows"], TOGETHER[70:])
     starts = [start for start, _ in open_array(file, ImportConfig(**options)).blocks()]
     for start in starts:  # where an interrupted import goes on
         again = [begin for begin, _ in open_array(file, ImportConfig(**options)).blocks(start)]
         assert again == starts[starts.index(start) :]
+        np.testing.assert_array_equal(values_of(file, start, **options)["rows"], TOGETHER[start:])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_requests_of_vllm_are_documents_with_their_token_ids(tmp_path):
     states = write_requests(tmp_path)
     for options, rows in (
         ({"index": ":,1"}, states[:, 1]),
-        ({"index": ":,-1,2:"}, states[:, -1, 2:]),
+        ({"index": ":,-1"}, states[:, -1]),
         ({"flatten": "features"}, states.reshape(len(states), -1)),
     ):
         values = values_of(tmp_path, **options)
@@ -161,7 +161,7 @@ def test_requests_of_vllm_are_documents_with_their_token_ids(tmp_path):
         tokens = [np.arange(count) + 100 * number for number, count in enumerate(COUNTS[:5])]
         np.testing.assert_array_equal(values["token_id"], np.concatenate(tokens))
     with pytest.raises(
-        FormatError, match=r"got 3 layers, shape \(7, 3, 6\): choose one, by --index :,0"
+        FormatError, match=r"got axis 0 of 7, axis 1 of 3, and 6 dimensions: choose a layer .*':,0'"
     ):
         open_array(tmp_path)
     alone = write_requests(tmp_path, layers=1)
@@ -193,10 +193,15 @@ def test_a_mask_leaves_out_its_zeros(tmp_path, dtype):
         np.testing.assert_array_equal(np.concatenate([*rows.column(name, 100)]), expected[MASK])
     with pytest.warns(UserWarning, match="add --mask attention_mask"):
         saecli.import_array(path, "all", **options)
-    del options["home"], options["shard_rows"]
-    cut = values_of(path, mask="attention_mask", index=":,1:", **options)
-    np.testing.assert_array_equal(cut["mask"].reshape(40, 8) > 0, MASK[:, 1:])
-    np.testing.assert_array_equal(cut["token_id"].reshape(40, 8), IDS[:, 1:])
+
+
+def test_a_mask_of_the_positions_is_not_taken_for_one_of_layers(tmp_path):
+    deep, mask = DEEP[:4, :, :4], MASK[:4, :4]  # 4 layers of 4 positions
+    np.savez(tmp_path / "a.npz", x=deep, mask=mask)
+    for index, expected in ((":,2", deep[:, 2]), (":,:,2", deep[:, :, 2])):
+        values = values_of(tmp_path / "a.npz", key="x", index=index, mask="mask")
+        np.testing.assert_array_equal(values["rows"].reshape(4, 4, 6), expected)
+        np.testing.assert_array_equal(values["mask"].reshape(4, 4) > 0, mask)
 
 
 def test_masks_of_batches_of_several_lengths_in_a_list(tmp_path):
@@ -253,8 +258,7 @@ DEEP = np.arange(5 * 4 * 7 * 6, dtype=np.float32).reshape(5, 4, 7, 6)
 
 
 def entries(length: int) -> st.SearchStrategy[int | slice]:
-    ends = st.none() | st.integers(-length, length)
-    return st.integers(-length, length - 1) | st.builds(slice, ends, ends)
+    return st.integers(-length, length - 1) | st.just(slice(None))
 
 
 @given(st.integers(0, 4).flatmap(lambda axes: st.tuples(*map(entries, DEEP.shape[:axes]))))
@@ -263,25 +267,24 @@ def test_an_index_is_numpys(tmp_path_factory, index):
     if not path.exists():
         np.save(path, DEEP)
     index = index or (slice(None),)
-    words = [
-        str(entry)
-        if isinstance(entry, int)
-        else ":".join("" if end is None else str(end) for end in (entry.start, entry.stop))
-        for entry in index
-    ]
+    words = [str(entry) if isinstance(entry, int) else ":" for entry in index]
     expected = DEEP[index]
     config = {"index": ",".join(words), "flatten": "positions" if expected.ndim > 2 else None}
-    if expected.ndim < 2 or not expected.size:
-        with pytest.raises(FormatError, match=r"expected rows|expected an index"):
+    if expected.ndim < 2:
+        with pytest.raises(FormatError, match="expected rows"):
             values_of(path, **config)
-    else:
-        rows = values_of(path, **config)["rows"]
-        np.testing.assert_array_equal(rows, expected.reshape(-1, expected.shape[-1]))
+        return
+    rows = values_of(path, **config)["rows"]
+    np.testing.assert_array_equal(rows, expected.reshape(-1, expected.shape[-1]))
+    if expected.ndim == 2:
+        np.testing.assert_array_equal(values_of(path, **config, transpose=True)["rows"], expected.T)
 
 
 def test_four_axes_ask_which_are_layers(tmp_path):
     np.save(tmp_path / "a.npy", DEEP)
-    said = "axis 0 of 5, axis 1 of 4, axis 2 of 7, and 6 dimensions: where an axis is layers"
+    said = (
+        "axis 0 of 5, axis 1 of 4, axis 2 of 7, and 6 dimensions: choose a layer .* add --index :"
+    )
     with pytest.raises(FormatError, match=said):
         values_of(tmp_path / "a.npy", flatten="positions")
     assert values_of(tmp_path / "a.npy", flatten="positions", index=":")["rows"].shape == (140, 6)
@@ -368,8 +371,14 @@ def nested(layout):
 
 
 REFUSED = {
-    "nested": (lambda path: torch.save(nested(torch.strided), path), "nested one; save a list"),
-    "jagged": (lambda path: torch.save(nested(torch.jagged), path), "nested one; save a list"),
+    "nested": (
+        lambda path: torch.save(nested(torch.strided), path),
+        "nested one; save a nested one as",
+    ),
+    "jagged": (
+        lambda path: torch.save(nested(torch.jagged), path),
+        "nested one; save a nested one as",
+    ),
     "sparse": (lambda path: torch.save(torch.ones(3, 4).to_sparse(), path), "sparse_coo one"),
     "ragged": (lambda path: torch.save([*map(torch.ones, [(2, 3), (2, 4)])], path), "a.pt, 1 with"),
     "layers": (lambda path: torch.save((torch.ones(3, 4),) * 3, path), "has 3 arrays; choose by"),
@@ -416,11 +425,11 @@ def test_a_file_twice_and_options_of_other_formats_are_refused(tmp_path):
     for file, options, said in (
         ([tmp_path / "3.npy", tmp_path / "link.npy"], {}, "npy: it is given twice"),
         (tmp_path / "3.npy", {"shape": "12,6"}, "--shape does nothing with"),
-        (tmp_path / "3.npy", {"mask": "m"}, "has no array m for --mask"),
+        (tmp_path / "3.npy", {"mask": "m"}, "cannot use --mask m .* got none of this name"),
         (tmp_path / "3.npy", {"index": "12"}, r"of an array of shape \(12, 6\)"),
-        (tmp_path / "3.npy", {"index": "::2"}, "without steps"),
+        (tmp_path / "3.npy", {"index": "::2"}, "such as ':,2'"),
         (tmp_path / "3.npy", {"index": "a"}, "such as ':,2'"),
-        (tmp_path / "3.npy", {"index": ":,2:", "transpose": True}, "without --index"),
+        (tmp_path / "3.npy", {"index": "2", "transpose": True}, r"got shape \(6,\)"),
         (tmp_path / "*.pt", {}, "expected files of arrays, got none"),
         ("digits", {"index": "0"}, "come whole from scikit-learn"),
     ):
