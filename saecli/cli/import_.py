@@ -3,7 +3,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..store.options import ImportConfig, SyntheticConfig
+from ..store.options import SUFFIXES, ImportConfig, SyntheticConfig
 from .options import Json, configured, start
 
 
@@ -14,8 +14,7 @@ def command(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Files, a folder of them, or a pattern in quotes ('acts/*.npy'): .npy, .npz, .safetensors, "
-            ".index.json, .pt, .pth, .h5, .hdf5, .parquet, .idx or idx3-ubyte (also with .gz), raw .bin, .raw or .dat; "
+            help=f"Files, a folder of them, or a pattern in quotes ('acts/*.npy'): {SUFFIXES}; "
             "digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, each "
             "less its mean; synthetic: rows made of known features.",
         ),

@@ -3,13 +3,12 @@
 import glob
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import filter as matches_of
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -40,28 +39,24 @@ Files: TypeAlias = str | Path | Sequence[str | Path]
 
 
 def files_of(words: Sequence[str]) -> list[Path]:
-    """The files of paths, folders and patterns; those of a folder or a pattern in the order of the numbers in their
-    names. FormatError if there are none, or one comes twice."""
+    """The files of paths, folders and patterns, each once, without the shards of an index; of a folder or a pattern in
+    the order of the numbers in their names. FormatError if there are none."""
     found: list[Path] = []
     for word in words:
         paths = [Path(word)]
         is_folder = paths[0].is_dir()
-        if is_folder or (glob.has_magic(word) and not paths[0].exists()):
+        if not paths[0].is_file():
             names = glob.glob(f"{glob.escape(word)}/*" if is_folder else word, recursive=True)
             paths = [path for path in map(Path, names) if path.is_file()]
         if is_folder:
             paths = [path for path in paths if format_of(path)]
-            shards = {shard for path in paths for shard in shards_of(path)}
-            paths = [path for path in paths if path not in shards]
         if not paths:
             raise FormatError(
-                f"cannot import {word}: expected files of arrays, got none; check the path"
+                f"cannot import {word}: expected a file of arrays or more, got none; check the path"
             )
         found += sorted(paths, key=lambda path: natural_order(str(path)))
-    for path, count in Counter(path.resolve() for path in found).items():
-        if count > 1:
-            raise FormatError(f"cannot import {path}: it is given twice; name each file once")
-    return found
+    shards = {shard for path in found for shard in shards_of(path)}
+    return [path for path in dict.fromkeys(found) if path not in shards]
 
 
 def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
@@ -79,7 +74,7 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
     likely_mask = None
     for path in files:
         with naming(str(path)):
-            keys = _chosen(listed(path), path, config.key)
+            keys = _chosen(listed(path), path, config)
             several = len(files) > 1 or len(keys) > 1
             parts += [_part(path, key, listed, config, several) for key in keys]
             likely_mask = likely_mask or _likely_mask(listed(path), keys, parts[-1])
@@ -97,15 +92,16 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
     return ArraySource(parts, [*files, *shards], by_part, likely_mask)
 
 
-def _chosen(arrays: Arrays, path: Path, key: str | None) -> list[str]:
+def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
     """The keys of the arrays whose rows are meant."""
+    key = config.key
     if key is not None and "" in arrays:
         raise FormatError(f"{path} holds one array, without a key; leave out --key")
     keys = list(arrays)
     if key is not None:
         keys = [key] if key in arrays else sorted(matches_of(arrays, key), key=natural_order)
     elif len(arrays) > 1:
-        opened = {name: listing() for name, listing in arrays.items()}
+        opened = {name: arrays[name]() for name in arrays if name != config.mask}
         floats = {name: array for name, array in opened.items() if "float" in array.dtype}
         keys = [name for name, each in floats.items() if each.in_list or len(each.shape) > 1]
         if len(keys) > 1 and not all(opened[name].in_list for name in keys):
@@ -164,16 +160,11 @@ def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
 def _opened(
     arrays: Arrays, key: str, path: Path, config: ImportConfig, several: bool
 ) -> dict[str, Array]:
-    """The "rows" of an array, and the "mask" and "token_id" of the same name or next to it."""
+    """The "rows" of an array, and the "mask" and "token_id" next to it."""
     rows = arrays[key]()
     demand_rows(rows.dtype, f"cannot import {path}")
-    if config.index:
-        rows = _indexed(rows, config.index, path)
-    if config.transpose:
-        rows = _transposed(rows, path)
-    if several and len(rows.shape) == 1:  # each vector is a row
-        vector = rows
-        rows = replace(rows, shape=(1, *rows.shape), read=lambda part: vector.read(slice(None)))
+    if config.index or config.transpose or several:
+        rows = _view(rows, path, config, several)
     found = {
         column: arrays[prefix + name]()
         for name, column in ((config.mask, "mask"), *TOKEN_IDS.items())
@@ -183,36 +174,35 @@ def _opened(
     return {"rows": rows, **found}
 
 
-def _indexed(array: Array, index: str, path: Path) -> Array:
-    """A part of an array, by a number or : for each of its first axes."""
+def _view(array: Array, path: Path, config: ImportConfig, several: bool) -> Array:
+    """The part of an array that --index chooses, transposed if asked; of several, a vector is a row."""
     try:
-        given = [slice(None) if entry == ":" else int(entry) for entry in index.split(",")]
-        shape = np.broadcast_to(np.int8(0), array.shape)[tuple(given)].shape
+        words = config.index.split(",") if config.index else []
+        entries = [slice(None) if word == ":" else int(word) for word in words]
+        shape = np.broadcast_to(np.int8(0), array.shape)[tuple(entries)].shape
     except (IndexError, ValueError) as error:
         raise FormatError(
-            f"cannot take --index {index} of {path}: expected a number or : for each axis, such as ':,2', of an "
-            f"array of shape {array.shape}"
+            f"cannot take --index {config.index} of {path}: expected a number or : for each axis, such as ':,2', of "
+            f"an array of shape {array.shape}"
         ) from error
-    entries = [*given, *[slice(None)] * (len(array.shape) - len(given))]
-
-    def read(part: Any) -> np.ndarray:
-        own = iter(part if isinstance(part, tuple) else (part,))
-        whole = tuple(next(own, entry) if isinstance(entry, slice) else entry for entry in entries)
-        return array.read(whole)
-
-    return replace(array, shape=shape, read=read)
-
-
-def _transposed(array: Array, path: Path) -> Array:
-    if len(array.shape) != 2:
+    if config.transpose and len(shape) != 2:
         raise FormatError(
-            f"cannot --transpose {path}: expected a matrix, got shape {array.shape}; choose one by --index"
+            f"cannot --transpose {path}: expected a matrix, got shape {shape}; choose one by --index"
         )
-    return replace(
-        array,
-        shape=array.shape[::-1],
-        read=lambda part: np.asarray(array.read((slice(None), part))).T,
-    )
+    entries += [slice(None)] * (len(array.shape) - len(entries))
+    axes = [axis for axis, entry in enumerate(entries) if isinstance(entry, slice)]
+    if config.transpose:
+        axes, shape = axes[::-1], shape[::-1]
+    is_vector = several and len(shape) == 1
+
+    def read(part: slice) -> np.ndarray:
+        wanted = list(entries)
+        if not is_vector:
+            wanted[axes[0]] = part
+        values = array.read(tuple(wanted))
+        return np.asarray(values).T if config.transpose else values
+
+    return replace(array, shape=(1, *shape) if is_vector else shape, read=read)
 
 
 def _row_shape(
@@ -233,30 +223,23 @@ def _row_shape(
                 f"shape {shape}; leave it out"
             )
         return shape
+    *axes, features = shape
     width = math.prod(shape[1:])
     if flatten == "features":
         return shape[0], width
     known = next((other for other in others if other and other == shape[:-1][: len(other)]), ())
-    layers = shape[len(known) : -1] if known else ()
-    if flatten and len(shape) > 3 and not (known or config.index):
-        layers = shape[1:-1]
-    if math.prod(layers) > 1:
-        axes = ", ".join(f"axis {axis} of {length:,}" for axis, length in enumerate(shape[:-1]))
+    is_clear = flatten is not None and (len(axes) == 2 or config.index is not None)
+    positions = known or (shape[:-1] if is_clear else ())
+    if not positions or math.prod(positions) < math.prod(axes):
+        lengths = ", ".join(f"axis {axis} of {length:,}" for axis, length in enumerate(axes))
+        as_rows = f"{counted(math.prod(axes), 'row')} of {features:,} dimensions"
+        option = "--flatten positions" if len(axes) == 2 else "--flatten positions --index :"
         raise FormatError(
-            f"cannot import {name}: expected one vector for each token, got {axes}, and {shape[-1]:,} dimensions: "
-            "choose a layer or head by --index (':,0': the first of axis 1), or put them side by side by "
-            f"--flatten features{'' if known else '; if all these axes are positions, add --index :'}"
+            f"cannot import {name}: expected one vector for each position, got {lengths}, and {features:,} dimensions: "
+            f"{'' if known else f'{option} gives {as_rows}, '}--flatten features gives "
+            f"{counted(shape[0], 'row')} of {width:,}; where axis 1 is layers or heads, --index ':,0' takes the first"
         )
-    if known:
-        return (*known, shape[-1])
-    if flatten is None:
-        rows = counted(math.prod(shape[:-1]), "row")
-        raise FormatError(
-            f"cannot import {name}: expected an array of shape (rows, features), got shape {shape}: "
-            f"--flatten positions gives {rows} of {shape[-1]:,} dimensions, "
-            f"--flatten features {counted(shape[0], 'row')} of {width:,}"
-        )
-    return shape
+    return (*positions, features)
 
 
 def _sample(rows: np.ndarray, **columns: np.ndarray) -> ArraySource:

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from ..base.documents import read_json
 from ..base.errors import FormatError, size_words
 from ..base.machine import available_memory
-from .options import ImportConfig, StoredDtype
+from .options import SUFFIXES, ImportConfig, StoredDtype
 
 if TYPE_CHECKING:
     import h5py
@@ -361,18 +361,16 @@ def _list_parquet(path: Path, _: ImportConfig) -> Arrays:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
-    arrays: Arrays = {}
-    for field in file.schema_arrow:
-        kind = getattr(field.type, "value_type", field.type)
-        if re.fullmatch(r"bool|u?int\d+|halffloat|float|double", str(kind)):
-            arrays[field.name] = partial(_of_parquet, path, file, field.name)
-    return arrays
+    kinds = {each.name: getattr(each.type, "value_type", each.type) for each in file.schema_arrow}
+    return {
+        name: partial(_of_parquet, path, file, name)
+        for name, kind in kinds.items()
+        if re.fullmatch(r"bool|u?int\d+|halffloat|float|double", str(kind))
+    }
 
 
 def _of_parquet(path: Path, file: "ParquetFile", column: str) -> Array:
     """A column's numbers, or its lists as rows; one row group is read at a time."""
-    from pyarrow import compute
-
     counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
     starts = [0, *np.cumsum(counts).tolist()]
 
@@ -380,17 +378,13 @@ def _of_parquet(path: Path, file: "ParquetFile", column: str) -> Array:
     def group(number: int) -> np.ndarray:
         size = file.metadata.row_group(number).total_byte_size
         check_memory(str(path), 3 * size, "write it in smaller row groups")
-        cells = file.read_row_group(number, columns=[column]).column(0)
-        numbers, shape = cells, [len(cells)]
-        if hasattr(cells.type, "value_type"):
-            numbers = compute.list_flatten(cells)
-            shape += compute.list_value_length(cells).unique().to_pylist()
-        if numbers.null_count or len(shape) > 2 or None in shape:
+        cells = file.read_row_group(number, columns=[column]).column(0).to_numpy()
+        try:
+            return np.stack(cells) if cells.dtype == object else cells
+        except ValueError as error:
             raise FormatError(
-                f"cannot import {path}: expected numbers in each row of {column}, or lists of one length, got "
-                "others; drop these rows"
-            )
-        return numbers.to_numpy().reshape(shape)
+                f"cannot import {path}: expected lists of one length in {column}, got others; drop these rows"
+            ) from error
 
     def read(index: Any) -> np.ndarray:
         elements, *others = index if isinstance(index, tuple) else (index,)
@@ -463,10 +457,6 @@ ARRAY_FORMATS: dict[str, Callable[[Path, ImportConfig], Arrays]] = {
     r"[.-]idx(\d-\w+)?(\.gz)?$": _list_idx,
     r"\.(bin|raw|dat)$": _list_raw,
 }
-SUFFIXES = (
-    ".npy, .npz, .safetensors, .safetensors.index.json, .pt, .pth, .h5, .hdf5, .parquet, .idx or idx3-ubyte, "
-    "the last two also with .gz, or of raw binary .bin, .raw or .dat"
-)
 
 
 def format_of(path: Path) -> Callable[[Path, ImportConfig], Arrays] | None:

@@ -46,18 +46,14 @@ def import_array(
     """Put the rows of arrays into a store; an existing store of the same rows is opened. CLI equivalent: `sae import`.
 
     Args:
-        file: a path, or several in order; a folder, or a pattern with `*`, whose files are taken in the order of the
-            numbers in their names; or `digits` or `patches`, which scikit-learn brings.
+        file: a path, folder or pattern with `*`, or several in order; or `digits` or `patches` of scikit-learn.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        **options: of the arrays `key`, `index`, `transpose`, `flatten`, and of raw binary `shape`; `mask`, `drop_zeros`
-            and `max_norm_multiple`, which leave rows out; `dtype` and `shard_rows` of the store.
+        **options: of the command, such as `flatten="positions"`, `mask`, `dtype`.
 
     Raises:
         ConfigError: an option is unknown or invalid.
         FormatError: a file cannot be read as such an array, or does not fit the others.
         StoreError: the name is another store's, or the disk has no room.
-
-    Warns of rows that may be no activations: all 0, fewer than their dimensions, or next to what looks like their mask.
     """
     words = [str(word) for word in ([file] if isinstance(file, str | Path) else file)]
     if not words:
@@ -107,18 +103,15 @@ def _stored_dtype(config: ImportConfig, own: StoredDtype) -> StoredDtype:
 
 
 def _warn_of_rows(name: str, source: ArraySource, config: ImportConfig, listener: Listener) -> None:
-    """Warn of columns that are taken for rows, and of padding; say how rows of several arrays are split."""
     parts = source.parts
     if source.rows < source.features and source.files and len(parts) == 1 and not config.flatten:
         listener.warn(
             f"{name}: {counted(source.rows, 'row')} of {source.features:,} dimensions, fewer rows than dimensions; "
             f"if its columns are the rows, {'leave out' if config.transpose else 'add'} --transpose"
         )
-    mask = source.likely_mask
-    if mask is not None:
+    if (mask := source.likely_mask) is not None:
         listener.warn(
-            f"{name}: {mask} has a 0 or 1 for each position; if it marks padding, add --mask {mask}, as rows "
-            "at its zeros are no activations"
+            f"{name}: {mask} has a 0 or 1 for each position; if it marks padding, add --mask {mask}"
         )
     if len(parts) > 1 and len(parts[0].shape) == 2:
         held_out = "whole arrays" if source.by_part else "single rows"
@@ -244,7 +237,8 @@ def _stored(
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
         for first, values in () if writer.meta.complete else blocks(cursor["row"]):
             cursor = {"row": first, "_zeros": zeros}
-            nonzero = values["rows"].any(axis=1)
+            with np.errstate(invalid="ignore"):  # signalling NaNs, dropped as they are stored
+                nonzero = values["rows"].any(axis=1)
             unmasked = values.get("mask", np.ones(len(nonzero))) > 0
             zeros += int((unmasked & ~nonzero).sum())
             kept = unmasked & nonzero if drop_zeros else unmasked

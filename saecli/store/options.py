@@ -9,6 +9,10 @@ from ..base.options import Config, Count, Positive, Seed, Shown
 
 StoredDtype = Literal["float32", "float16", "bfloat16"]  # see `values.py`
 FileDtype = Literal["float32", "float16", "bfloat16", "float64", "uint8"]  # of raw binary
+SUFFIXES = (
+    ".npy, .npz, .safetensors, .index.json, .pt, .pth, .h5, .hdf5, .parquet, .idx or idx3-ubyte (also with .gz), "
+    "raw .bin, .raw or .dat"
+)
 MAX_NORM_HELP = (
     "Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
     "about 16,000 rows, or 16 MiB of an imported file), which the store records; as dictionary_learning "

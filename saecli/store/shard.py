@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     import h5py
 
 PIECE_BYTES = 4 << 20
-MOST_OPEN = (
-    512  # shards, of all stores together; at most half of the files that the process may open
-)
+# Shards, of all stores together; at most half of the files that the process may open.
+MOST_OPEN = 512
 
 
 def make_anew(store: Path) -> str:
@@ -204,9 +203,8 @@ class OpenShard:
             _kept_open.popleft()
 
 
-_kept_open: deque[OpenShard] = (
-    deque()
-)  # of all stores, the oldest first; stores refer to them weakly
+# Of all stores, the oldest first; stores refer to them weakly.
+_kept_open: deque[OpenShard] = deque()
 
 
 class Chunks:

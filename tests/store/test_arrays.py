@@ -228,8 +228,8 @@ def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path
     (tmp_path / "folder.npy").mkdir()
     for name, said in (
         ("a.csv", r"expected a name that ends in \.npy, .*got a\.csv"),
-        ("b.npy", r"there is no file .*b\.npy"),
-        ("folder.npy", r"folder\.npy: expected files of arrays, got none"),
+        ("b.npy", r"b\.npy: expected a file of arrays or more, got none"),
+        ("folder.npy", r"folder\.npy: expected a file of arrays or more, got none"),
     ):
         with pytest.raises(FormatError, match=said):
             opened(tmp_path / name)
@@ -267,14 +267,14 @@ def test_blocks_are_a_reshape_read_once_from_any_block_on(shape, most, data):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (ACTS, "positions gives 140 rows of 6 dimensions, --flatten features 20 rows of 42$"),
-        (DEEP, "positions gives 140 rows of 6 dimensions, --flatten features 5 rows of 168$"),
-        (ACTS[:1, :1], "positions gives 1 row of 6 dimensions, --flatten features 1 row of 6$"),
+        (ACTS, "gives 140 rows of 6 dimensions, --flatten features gives 20 rows of 42;"),
+        (DEEP, "--index : gives 140 rows of 6 .*, --flatten features gives 5 rows of 168;"),
+        (ACTS[:1, :1], "gives 1 row of 6 dimensions, --flatten features gives 1 row of 6;"),
     ],
 )
 def test_flatten_is_needed_for_more_than_two_dimensions(tmp_path, values, said):
     np.save(tmp_path / "a.npy", values)
-    with pytest.raises(FormatError, match=f"--flatten {said}"):
+    with pytest.raises(FormatError, match=f"--flatten positions {said}"):
         opened(tmp_path / "a.npy")
 
 
