@@ -68,12 +68,12 @@ def import_array(
         options["shape"] = ",".join(map(str, options["shape"]))
     config = ImportConfig(**options)
     source = open_array(words, config)
-    is_one = len(words) == 1 and not Path(words[0]).is_dir() and len(source.files) < 2
-    derived = Path(words[0]).stem if is_one else source.files[0].absolute().parent.name
-    folder = _folder(home, name, derived)
+    first, *others = source.files or [Path(words[0])]
+    of_folder = others or Path(words[0]).is_dir()
+    folder = _folder(home, name, first.absolute().parent.name if of_folder else first.stem)
     dtype = _stored_dtype(config, source.dtype)
     shard_rows = config.shard_rows or rows_per_shard(source.features, dtype)
-    record = _record(words[0], source, config)
+    record = _record(first.name, source, config)
     meta = StoreMeta(
         source=record,
         request_hash=hash_request({**record, "dtype": dtype, "shard_rows": shard_rows}),
@@ -118,19 +118,19 @@ def _warn_of_rows(name: str, source: ArraySource, config: ImportConfig, listener
         listener.note(f"{name}: {len(parts):,} arrays; {held_out} are held out as test rows")
 
 
-def _record(word: str, source: ArraySource, config: ImportConfig) -> dict[str, Any]:
+def _record(file: str, source: ArraySource, config: ImportConfig) -> dict[str, Any]:
     """What identifies the rows: the files' names and contents, in order, and options."""
     sums = [(path.name, file_sha256(path)) for path in source.files]
     if len(sums) > 1:
-        word = f"{sums[0][0]} and {len(sums) - 1} more"
-    if sums:
-        sha256 = sums[0][1] if len(sums) == 1 else hash_request({"files": sums})
+        file, sha256 = f"{file} and {len(sums) - 1} more", hash_request({"files": sums})
+    elif sums:
+        sha256 = sums[0][1]
     else:
         rows = np.ascontiguousarray(source.parts[0].open()["rows"].read(slice(None)))
         sha256 = hashlib.sha256(rows.data).hexdigest()
     record: dict[str, Any] = {
         "kind": "array",
-        "file": printable(Path(word).name),  # which may be no UTF-8
+        "file": printable(file),  # which may be no UTF-8
         "key": config.key,
         "sha256": sha256,
     }
