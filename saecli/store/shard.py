@@ -144,7 +144,8 @@ class Shard:
     def read(self, opened: "OpenShard", offset: int, out: memoryview) -> None:
         """Fill a buffer with the bytes from an offset on."""
         while out:
-            count = os.preadv(opened.descriptor, [out], offset)
+            with self.reading():
+                count = os.preadv(opened.descriptor, [out], offset)
             if not count:
                 raise StoreError(
                     f"shard {self.path} is truncated: expected {offset + len(out)} bytes or more, got "
@@ -256,9 +257,7 @@ class Chunks:
         self.demand_shards()  # as above
         yield from map(np.arange, self.shard_starts[:-1], self.shard_starts[1:])
 
-    def some_of(
-        self, chunk: int, within: np.ndarray | slice, out: np.ndarray | None = None
-    ) -> np.ndarray:
+    def some_of(self, chunk: int, within: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Rows of a chunk, by ascending numbers within it, (R, D) in the storage dtype; in `out` if given.
 
         Cost: the first time, reading all of the chunk and a pass of XXH3-64 over it: 20 to 30 GB/s.
@@ -267,22 +266,19 @@ class Chunks:
         layout, opened = self._open(number)
         start, row_bytes = shard.record.frame.start, self.meta.row_bytes
         start += of_shard * shard.chunk_bytes
-        if isinstance(within, slice):
-            within = np.arange(within.start, within.stop)
         rows = np.empty((len(within), self.d_in), self.storage) if out is None else out
-        with shard.reading():
-            if not layout.checked[of_shard]:
-                whole = np.empty((shard.chunk_rows, self.d_in), self.storage)
-                shard.read(opened, start, whole.data.cast("B"))
-                shard.demand_chunk(of_shard, int(layout.checksums[of_shard]), whole.data)
-                layout.checked[of_shard] = True
-                return whole.take(within, 0, rows)
-            content = rows.data.cast("B")
-            cuts = [0, *(np.flatnonzero(np.diff(within) > 1) + 1).tolist(), len(within)]
-            for first, (begin, end) in zip(within[cuts[:-1]].tolist(), pairwise(cuts), strict=True):
-                run = content[begin * row_bytes : end * row_bytes]
-                shard.read(opened, start + first * row_bytes, run)
-            return rows
+        if not layout.checked[of_shard]:
+            whole = np.empty((shard.chunk_rows, self.d_in), self.storage)
+            shard.read(opened, start, whole.data.cast("B"))
+            shard.demand_chunk(of_shard, int(layout.checksums[of_shard]), whole.data)
+            layout.checked[of_shard] = True
+            return whole.take(within, 0, rows)
+        content = rows.data.cast("B")
+        cuts = [0, *(np.flatnonzero(np.diff(within) > 1) + 1).tolist(), len(within)]
+        for first, (begin, end) in zip(within[cuts[:-1]].tolist(), pairwise(cuts), strict=True):
+            run = content[begin * row_bytes : end * row_bytes]
+            shard.read(opened, start + first * row_bytes, run)
+        return rows
 
     def expect(self, chunk: int) -> None:
         """Have the system prefetch a chunk from disk, if it is yet to be checked."""
@@ -333,8 +329,7 @@ class Chunks:
         layout, opened = self._open(shard)
         offset, kind, length = layout.arrays[name]
         values = np.empty((length if end is None else end) - begin, kind)
-        with self.shards[shard].reading():
-            self.shards[shard].read(opened, offset + begin * kind.itemsize, values.data.cast("B"))
+        self.shards[shard].read(opened, offset + begin * kind.itemsize, values.data.cast("B"))
         return values
 
     def windows(self, shard: int) -> Windows:

@@ -297,8 +297,8 @@ def in_order(source: Source, batch_size: int, part: Part) -> Stream:
             before = int(ends[chunk] - source.counts[chunk])
             until = min(end, int(ends[chunk]))
             if until > row:
-                wanted, kept = slice(row - before, until - before), source.kept(chunk)
-                own = wanted if kept is None else kept[wanted]
+                own, kept = np.arange(row - before, until - before), source.kept(chunk)
+                own = own if kept is None else kept[own]
                 part = out[row - begin : until - begin]
                 if part.dtype == source.store.storage:
                     source.store.some_of(chunk, own, part)
