@@ -115,7 +115,7 @@ def demand_text(option: str, text: object) -> None:
     words = text.strip() if isinstance(text, str) else text
     unreadable = isinstance(text, str) and text != text.encode(errors="ignore").decode()
     if not words or unreadable:
-        raise ConfigError(f"{option} must not be empty or blank, and in UTF-8, got {text!a:.60}")
+        raise ConfigError(f"{option} must be in UTF-8 and not blank, got {text!a:.60}")
 
 
 def number(value: float | int | None) -> str:

@@ -21,7 +21,7 @@ from ..base.errors import ConfigError, counted
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
-from ..store.opening import finished_store, note_when_stopped, warn_of
+from ..store.opening import finished_store, note_when_stopped, warn_of, warn_of_nonfinite
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.shard_writer import Admission
@@ -167,6 +167,7 @@ def extract(
                 )
             for store in stores:
                 warn_of(store, listener)
+                warn_of_nonfinite(store, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in finished
     listed = isinstance(model, list) or not isinstance(layer, Integral | None)

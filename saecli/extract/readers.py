@@ -121,7 +121,7 @@ class TextFile:
     def _path(self) -> Path:
         path = expanded(self.dataset)
         if _kind(path) not in TEXT_FORMATS or not path.is_file():
-            problem = "is a folder" if path.is_dir() else "does not exist"
+            problem = "is a folder or pipe" if path.exists() else "does not exist"
             raise ModelError(
                 f"the text file {self.dataset} {'is of another kind' if path.is_file() else problem}; expected a "
                 f"{TEXT_FILES}, a Hugging Face dataset id, or {STDLIB_DOCS}; check the name, or convert it"
@@ -205,8 +205,8 @@ def json_lines(path: Path, column: str) -> Placed:
                 row = json.loads(content)
             except (ValueError, RecursionError) as error:
                 row = ModelError(
-                    f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
-                    "correct the line"
+                    f"{where} cannot be read; expected one JSON object per line, or in .json a list of them, got "
+                    f"{one_line(error)}; correct the line"
                 )
             yield where, row
 

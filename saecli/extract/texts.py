@@ -52,6 +52,8 @@ def value_of(row: Any, column: str, where: str) -> Any:
 
 def text_of(row: Any, column: str, where: str) -> str:
     """The text in a column of a row; those of several, as in prompt+completion, each beginning a line."""
+    if isinstance(row, str):  # an entry of a JSON list of texts
+        return row
     names = parts_of(column, row) if isinstance(row, dict) else [column]
     texts = [value_of(row, name, where) for name in names]
     for name, text in zip(names, texts, strict=True):

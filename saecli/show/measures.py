@@ -76,7 +76,7 @@ def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list
     names = [*RECONSTRUCTION]
     if any(run["metric_fvu"] != run["fvu"] for run in ranked):
         names.insert(2, "metric_fvu")
-        words = "metric fvu: in the metric of training, the others raw"
+        words = "metric fvu is in the metric of training; the rest is on raw activations"
         title = f"{title}; {words}" if title else words
     shown = [comparison(ranked, names, title)]
     prefixes = [
@@ -89,7 +89,7 @@ def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list
         title = "known features: f1, precision and recall of latents as detectors of the feature nearest to each"
         shown.append(comparison(of_worlds, FEATURES, title))
     if spliced := [run for run in ranked if "kl" in run]:
-        title = f"with the SAE's reconstructions in {models[0]}; in nats a token"
+        title = f"with the SAE's reconstructions in {models[0]}; in nats per token"
         shown.append(comparison(spliced, (*EFFECT, "rows"), title))
     alone = []
     for name, measures in _by_source(ranked):
@@ -97,14 +97,14 @@ def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list
             hook_point = f"{place['model']}, {point_words(place['layer'], place['site'])}"
             alone.append(place | {"run": name, "hook_point": hook_point})
     if alone:
-        title = "with the crosscoder's reconstruction at one hook point alone; in nats a token"
+        title = "with the crosscoder's reconstruction at one hook point alone; in nats per token"
         shown.append(records_table(title, alone, ("run", "hook_point", *EFFECT)))
     return shown
 
 
 def together_tables(runs: Sequence[Document], effect: Document) -> list[RenderableType]:
     """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
-    title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats a token"
+    title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats per token"
     meanings = "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any"
     errors = [run | own for run, own in zip(runs, effect["runs"], strict=True)]
     columns = ("run", "l0", "fvu", "fvu_spliced", "fvu_clean")

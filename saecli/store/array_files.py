@@ -95,6 +95,10 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
 def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
     """The keys of the arrays whose rows are meant."""
     key = config.key
+    if not arrays:
+        raise FormatError(
+            f"cannot import {path}: expected arrays of numbers in it, got none; name another file"
+        )
     if key is not None and "" in arrays:
         raise FormatError(f"{path} holds one array, without a key; leave out --key")
     keys = list(arrays)
@@ -109,7 +113,7 @@ def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
     if not keys:
         what = f"no array {key}" if key else f"{len(arrays)} arrays"
         raise FormatError(
-            f"{path} has {what}; choose by --key one of its keys ({', '.join(arrays) or 'none'}), or several "
+            f"{path} has {what}; choose by --key one of its keys ({', '.join(arrays)}), or several "
             "alike by a pattern"
         )
     return keys

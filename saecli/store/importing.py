@@ -16,7 +16,7 @@ from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
 from .array_files import Files, open_array
 from .arrays import ArraySource
-from .opening import DERIVED, finished_store, note_when_stopped
+from .opening import DERIVED, finished_store, note_when_stopped, warn_of_nonfinite
 from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
@@ -254,7 +254,9 @@ def _stored(
             f"{folder.name}: {zeros:,} of {writer.rows:,} rows are all 0, as padding and unfilled arrays are; "
             "--drop-zeros leaves them out"
         )
-    return ActivationStore.open(folder)
+    store = ActivationStore.open(folder)
+    warn_of_nonfinite(store, listener)
+    return store
 
 
 def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:

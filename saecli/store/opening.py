@@ -192,6 +192,17 @@ def warn_of_massive(name: str, norms: Norms, listener: Listener) -> None:
         )
 
 
+def warn_of_nonfinite(store: ActivationStore, listener: Listener) -> None:
+    """Warn about rows that were left out as their numbers are not finite in the store's type."""
+    left_out, dtype = store.meta.dropped.get("nonfinite"), store.dtype
+    if left_out:
+        remedy = "give a wider --dtype" if dtype == "float16" else "check where they come from"
+        listener.warn(
+            f"{store.name}: {counted(left_out, 'row')} left out, with numbers that are NaN or too large for {dtype}; "
+            f"{remedy}"
+        )
+
+
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     """The finished store in a folder; StoreError if it, or an unfinished one with rows, was made from something else,
     or a shard is missing."""

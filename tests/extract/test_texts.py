@@ -210,7 +210,8 @@ def test_identity_of_hub_datasets_tells_sources_apart():
         ("a.csv", 'text,n\n"open,1\nb,2\n', "text", "line 2 of .* unexpected end of data"),
         ("a.json", '{"body": "b"}', "text", "no column 'text'; expected .*, body"),
         ("a.json", '[{"text": "a"}, {', "text", "cannot be read: Expecting .* whole .json file"),
-        ("a.json", '["a"]', "text", "entry 1 of .* expected a JSON object, got str"),
+        ("a.json", '[["a"]]', "text", "entry 1 of .* expected a JSON object, got list"),
+        ("a.json", '{\n"a": 1\n}', "text", "expected one JSON object per line, or in .json a list"),
         ("a.jsonl", '{"a": {"b": "c"}}', "a.text", "no column 'a.text'; expected .*, a;"),
         ("a.jsonl", '{"a": "b"}', "a+c", "no column 'c'; expected .*, a;"),
         ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected .*, body, n"),
@@ -313,10 +314,20 @@ def test_frames_and_members_after_the_first_are_read(tmp_path):
         ]
 
 
-def test_a_folder_is_no_text(tmp_path):
+def test_json_files_may_hold_texts_alone(tmp_path):
+    for name, content in (("a.json", '["one", "two"]'), ("a.jsonl", '"one"\n"two"')):
+        path = write(tmp_path / name, content)
+        assert documents(path) == [(0, "one"), (1, "two")]
+        assert not TextSource(path, chat=True).recognised().chat
+
+
+def test_a_folder_or_pipe_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(ModelError, match=r"b.txt is a folder or pipe"):
+        documents(str(tmp_path / "b.txt"))
     for name in ("a", "a.txt"):
         (tmp_path / name).mkdir()
-        with pytest.raises(ModelError, match=r"is a folder; expected a .txt, "):
+        with pytest.raises(ModelError, match=r"is a folder or pipe; expected a .txt, "):
             documents(str(tmp_path / name))
 
 
