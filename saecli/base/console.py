@@ -81,6 +81,7 @@ class Console:
         self.as_json = as_json
         self._out = self._stream(stderr=False)
         self._err = self._stream(stderr=True)
+        self._warned: set[str] = set()
 
     @staticmethod
     def _stream(stderr: bool) -> rich.console.Console:
@@ -93,7 +94,10 @@ class Console:
     def note(self, text: str) -> None:
         self._err.print(printable(text), soft_wrap=True)
 
-    warn = note
+    def warn(self, text: str) -> None:
+        if text not in self._warned:  # of a store that several runs share
+            self._warned.add(text)
+            self.note(text)
 
     def print_result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
         """Print the command's result: with `--json` the document, else `shown`."""

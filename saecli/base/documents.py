@@ -63,14 +63,15 @@ class Origin:
 def published(origin: Mapping[str, Any]) -> dict[str, Any]:
     """An origin for others: without fields that are `LOCAL`, and of each path only its last part."""
     names = [entry.name for entry in fields(Origin) if not entry.metadata]
-    return {name: _without_folders(origin[name]) for name in names if name in origin}
+    return {name: without_folders(origin[name]) for name in names if name in origin}
 
 
-def _without_folders(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
+    """A value of a document for others: of each path only the last part."""
     if isinstance(value, Mapping):
-        return {key: _without_folders(item) for key, item in value.items()}
+        return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_folders(item) for item in value]
+        return [without_folders(item) for item in value]
     if not isinstance(value, str):
         return value
     return " + ".join(map(_last_part, value.split(" + ")))  # the texts of a mixture

@@ -88,7 +88,6 @@ def _file(text: Path | None, chat: Path | None) -> Any:
         assert chat is not None  # one of them is given
         return read_json(chat, list[dict[str, Any]])
     except (OSError, ValueError) as error:
-        expected = MESSAGES if text is None else "a text in UTF-8"
-        raise ConfigError(
-            f"cannot read {text or chat}: {one_line(error)}; expected {expected}"
-        ) from error
+        expected = MESSAGES if text is None else "UTF-8; give a text itself by --prompt"
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(f"cannot read {text or chat}: {reason}; expected {expected}") from error

@@ -167,7 +167,7 @@ def extract(
                 )
             for store in stores:
                 warn_of(store, listener)
-                warn_of_nonfinite(store, listener)
+                warn_of_nonfinite(store.name, store.meta, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in finished
     listed = isinstance(model, list) or not isinstance(layer, Integral | None)

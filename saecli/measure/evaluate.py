@@ -437,7 +437,7 @@ def why_noisy(measured: Measured) -> str | None:
     if rows.rows >= FEW_ROWS and documents != 1:
         return None
     of = "" if documents is None else f" of {counted(documents, 'document')}"
-    return f"figures on {counted(rows.rows, 'row')}{of} are noise: others give quite others; store more"
+    return f"figures on {counted(rows.rows, 'row')}{of} are noise: other rows would give other figures; store more"
 
 
 def note_doubts(

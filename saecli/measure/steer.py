@@ -220,6 +220,8 @@ def steer(
     """
     demand_at_least("temperature", temperature, 0)
     prompts = [prompts] if isinstance(prompts, str) else prompts
+    for prompt in prompts:
+        demand_text("--prompt", prompt)
     listener, home = listening(progress), Home.at(home)
     given = model_given(model, tokenizer)
     if isinstance(given, str) and "@" in given:  # a branch or a tag, where SAEs name a commit
@@ -284,7 +286,6 @@ def _token_ids(
     model: LanguageModel, prefix: list[int], prompt: str, most: int, listener: Listener
 ) -> Tensor:
     """A prompt's tokens, (1, T), after the special ones that windows begin with."""
-    demand_text("--prompt", prompt)
     own_ids, is_repeated = text_ids(model.tokenizer, prompt, prefix)
     if is_repeated:
         listener.warn(repeated("--prompt begins"))

@@ -361,8 +361,8 @@ def explanation_tables(document: Document, top: int) -> list[RenderableType]:
         title += f" by rules, with balanced accuracies on held-out excerpts of {document['data']}"
     unclear = sum(line["label"] is None for line in latents)
     note = (
-        f"{counted(len(latents), 'latent')}, in {document['labels']}; {unclear:,} without a label above "
-        "chance, listed last here, which other commands do not show"
+        f"{counted(len(latents), 'latent')} in {document['labels']}; {unclear:,} of them without a label above "
+        "chance, which come last and other commands do not show"
     )
     shown = [table(title, ["latent", "label", "fires on", *measures], rows), note]
     if means:

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType
 from rich.style import Style
 from rich.text import Text
 
-from ..base.documents import point_words
+from ..base.documents import point_words, without_folders
 from ..base.errors import counted, printable
 from ..base.files import appearing_whole
 from .measures import labelled
@@ -25,7 +25,8 @@ PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pa
 
 def write_prompt_page(path: Path, document: Document) -> None:
     """A page that holds the document, whose latents should be those that its tokens list."""
-    page = page_of("read", f"{document['run']}: a prompt", SCRIPTS, document)
+    shown = {**document, "model": without_folders(document["model"])}
+    page = page_of("read", f"{document['run']}: a prompt", SCRIPTS, shown)
     with appearing_whole(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 

@@ -282,7 +282,7 @@ def geometry_table(document: Document) -> RenderableType:
     if (other := document["other_split"]) is not None:
         for name in ("margin", "complexity"):
             lines.append(_median_line(f"{name}, {other['split']} rows", other[name]))
-    title = f"{document['run']} on {document['data']}, {document['split']} rows; margins and complexity raw"
+    title = f"{document['run']} on {document['data']}, {document['split']} rows; margins and complexity on raw rows"
     lines += _reference_lines(document["references"])
     return table(title, ["measure", "value", "detail"], lines)
 

@@ -96,9 +96,7 @@ def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
     """The keys of the arrays whose rows are meant."""
     key = config.key
     if not arrays:
-        raise FormatError(
-            f"cannot import {path}: expected arrays of numbers in it, got none; name another file"
-        )
+        raise FormatError(f"cannot import {path}: expected arrays, got none; name another file")
     if key is not None and "" in arrays:
         raise FormatError(f"{path} holds one array, without a key; leave out --key")
     keys = list(arrays)

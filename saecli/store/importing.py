@@ -254,9 +254,8 @@ def _stored(
             f"{folder.name}: {zeros:,} of {writer.rows:,} rows are all 0, as padding and unfilled arrays are; "
             "--drop-zeros leaves them out"
         )
-    store = ActivationStore.open(folder)
-    warn_of_nonfinite(store, listener)
-    return store
+    warn_of_nonfinite(folder.name, writer.meta, listener)
+    return ActivationStore.open(folder)
 
 
 def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:

@@ -19,7 +19,7 @@ from ..base.files import expanded, lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from ..base.processes import signals_handled
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
-from .schema import hash_request, read_meta
+from .schema import StoreMeta, hash_request, read_meta
 from .split import Which
 from .values import OUTLYING, Norms
 
@@ -192,14 +192,12 @@ def warn_of_massive(name: str, norms: Norms, listener: Listener) -> None:
         )
 
 
-def warn_of_nonfinite(store: ActivationStore, listener: Listener) -> None:
+def warn_of_nonfinite(name: str, meta: StoreMeta, listener: Listener) -> None:
     """Warn about rows that were left out as their numbers are not finite in the store's type."""
-    left_out, dtype = store.meta.dropped.get("nonfinite"), store.dtype
-    if left_out:
-        remedy = "give a wider --dtype" if dtype == "float16" else "check where they come from"
+    if left_out := meta.dropped.get("nonfinite"):
         listener.warn(
-            f"{store.name}: {counted(left_out, 'row')} left out, with numbers that are NaN or too large for {dtype}; "
-            f"{remedy}"
+            f"{name}: {counted(left_out, 'row')} left out, with numbers that are NaN or too large for {meta.dtype}; "
+            "check where they come from, or give a wider --dtype"
         )
 
 

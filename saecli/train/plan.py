@@ -356,10 +356,11 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     warnings = [f"{which} {words}; {advice[name]}" for name, words in doubted.items()]
     overfitted = test["fvu"] > OVERFITTED * train["fvu"]
     if overfitted and "fvu" not in doubted:
+        fewer = "fewer --epochs or " if plan.epochs > 1 else ""
         warnings.append(
             f"held-out FVU {number(test['fvu'])} is far above that of training rows, "
-            f"{number(train['fvu'])}, after {counted(plan.epochs, 'epoch')}: rows are fitted by heart; make a store of "
-            "more rows, or use fewer --epochs or a smaller --d-sae"
+            f"{number(train['fvu'])}, after {counted(plan.epochs, 'epoch')}; make a store of more rows, or use {fewer}"
+            "a smaller --d-sae"
         )
     return [*plan.train_rows.warnings, *warnings]
 

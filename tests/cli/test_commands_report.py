@@ -63,6 +63,7 @@ def test_pages_show_strongest_and_random_texts_and_partners(
     out = tmp_path / "deep" / "out"
     sae("report", "run", "--out", out, "--examples", "3", "--json").succeeds()
     codes = codes_of(texts, mine)
+    assert str(Path(model).parent) not in (out / "index.html").read_text(encoding="utf-8")
     pages, index = pages_of(out), index_of(out)["latents"]
     assert sorted(pages) == index["chosen"] == list(range(F))
     for latent, page in pages.items():
@@ -143,7 +144,7 @@ def test_first_page_has_the_measures_of_eval_and_sparsity(
     assert {"rows", "silent", "dense"} <= index["firing"].keys()
     assert sum(index["l0"]["counts"]) == fires["rows"]
     assert sum(index["frequency"]["counts"]) == np.count_nonzero(frequency)
-    assert index["heading"]["model"] == model
+    assert index["heading"]["model"] == Path(model).name
 
 
 def test_headline_is_of_all_rows_where_none_are_held_out(sae: CommandLine, tmp_path: Path):

@@ -249,7 +249,7 @@ def test_latents_above_chance_are_listed_first_and_the_others_counted(planted: P
     listed = re.findall(r"^│ (\d+) ", captured.get(), re.MULTILINE)
     assert [int(number) for number in listed[-len(unclear) :]] == unclear
     assert len(listed) == len(document["latents"]) > len(unclear) > 1
-    assert f"{len(unclear)} without a label above chance, listed last here" in " ".join(
+    assert f"{len(unclear)} of them without a label above chance, which come last" in " ".join(
         captured.get().split()
     )
 

@@ -282,7 +282,10 @@ def test_the_table_of_eval_says_which_fvu_is_raw(sae: CommandLine) -> None:
         assert sae("train", *words, "--normalize", normalize, "--name", normalize).status == 0
     assert "metric fvu" not in sae("eval", "scale").out
     shown = sae("eval", "standardize", "scale")
-    assert "metric fvu is in the metric of training; the rest is on raw activations" in shown.out.replace("\n", " ")
+    assert (
+        "metric fvu is in the metric of training; the rest is on raw activations"
+        in shown.out.replace("\n", " ")
+    )
     runs = json.loads(json.dumps(sae("eval", "scale", "--json").json))["runs"]
     assert runs[0]["metric_fvu"] == runs[0]["fvu"]
 

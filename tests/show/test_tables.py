@@ -99,6 +99,13 @@ def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
 HOSTILE = "a\x1b[2Jb\x9b31mc\x7fd\u202ee\r\ud800"
 
 
+def test_a_warning_about_a_store_of_several_runs_is_given_once(capsys):
+    console = base.Console()
+    for text in ("one", "two", "one"):
+        console.warn(text)
+    assert capsys.readouterr().err.split() == ["one", "two"]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_nothing_that_is_printed_controls_the_terminal(capsys, as_json: bool):
     shown = (

@@ -155,6 +155,12 @@ def test_patches_are_centred_and_of_separate_squares():
     assert np.abs(centred - rows[0]).max(1).min() < 1e-3
 
 
+def test_a_file_without_arrays_is_refused(tmp_path):
+    np.savez(tmp_path / "a.npz")
+    with pytest.raises(FormatError, match=r"a.npz: expected arrays, got none; name another"):
+        opened(tmp_path / "a.npz")
+
+
 def test_key_chooses_among_several_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x=FLAT, y=-FLAT)
     values = {"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}

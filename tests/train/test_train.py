@@ -69,8 +69,10 @@ def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: Comman
     assert "rows: 1 of 300 rows have over 10 times the median norm" in done.err
     (warning,) = done.json["warnings"]
     assert re.match(
-        "held-out FVU .* is far above that of training rows, .*, after 125 epochs: rows", warning
+        "held-out FVU .* is far above .*, after 125 epochs; .* use fewer --epochs or", warning
     )
+    once = sae(words.replace("250", "2"), "--lr", "0.1", "--normalize", "standardize", "--json")
+    assert not re.search("by heart|--epochs", once.err)
 
 
 @pytest.mark.parametrize(

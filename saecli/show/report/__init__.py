@@ -15,7 +15,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ...base.console import Listener, listening
-from ...base.documents import point_words
+from ...base.documents import point_words, without_folders
 from ...base.errors import ConfigError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import Home
@@ -290,7 +290,7 @@ def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
             for place in inputs
         ]
         source = {"model": " + ".join(names)}
-    hook_point = {name: source.get(name) for name in ("model", "layer", "site")}
+    hook_point = {name: without_folders(source.get(name)) for name in ("model", "layer", "site")}
     return {
         **run.heading,
         "neuronpedia": neuronpedia and f"https://www.neuronpedia.org/{neuronpedia}",
