@@ -3,7 +3,7 @@ stability, hook points of a crosscoder."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,16 +72,10 @@ def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figu
             elif (values > 0).any():
                 log_scale(axes, "y")
         drawn.suptitle(title, fontsize=10)
-        handles = [
-            Line2D([], [], **style, alpha=0.6, linewidth=1),
-            Line2D([], [], **style, marker="o"),
-        ]
-        legend_below(drawn, handles, ["training batches, averaged", "held-out rows"])
+        of_batches = Line2D([], [], **style, alpha=0.6, linewidth=1)
+        of_rows = Line2D([], [], **style, marker="o")
+        legend_below(drawn, [of_batches, of_rows], ["training batches, averaged", "held-out rows"])
     return drawn
-
-
-def _run_handles(numbers: Iterable[int]) -> list[Line2D]:
-    return [Line2D([], [], **line_style(index)) for index in numbers]
 
 
 def _draw_threshold(axes: Axes, x: float, words: str) -> None:
@@ -93,34 +87,34 @@ def _draw_threshold(axes: Axes, x: float, words: str) -> None:
 def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
     """Draw the distributions of L0 over rows and of firing frequency over latents, given for each name the number of
     rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,)."""
-    l0s = [np.asarray(l0) for l0, _ in runs.values()]
-    frequencies = [np.asarray(frequency) for _, frequency in runs.values()]
-    constant = bool(l0s) and all(np.count_nonzero(l0) == 1 for l0 in l0s)
-    labels = []
-    for name, l0, frequency in zip(runs, l0s, frequencies, strict=True):
-        silent = f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
-        own_l0 = f"L0 {l0.argmax()}, " if constant else ""
-        rows_counted = counted(int(l0.sum()), "row")
-        labels.append(f"{short(name)} ({own_l0}{silent} on these {rows_counted})")
-    numbers = numbered(runs)
+    l0s = {name: np.asarray(l0) for name, (l0, _) in runs.items()}
+    frequencies = {name: np.asarray(frequency) for name, (_, frequency) in runs.items()}
+    constant = bool(l0s) and all(np.count_nonzero(l0) == 1 for l0 in l0s.values())
+    styles = {name: line_style(number) for name, number in numbered(runs).items()}
     with figure(path, 5.5 if constant else 9, 3.6) as drawn:
         *left, right = drawn.subplots(1, 1 if constant else 2, squeeze=False)[0]
         for axes in left:
-            for index, l0 in zip(numbers, l0s, strict=True):
+            for name, l0 in l0s.items():
                 rows, edges = l0_bins(l0, BINS)
-                axes.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=1.6)
+                axes.stairs(rows / max(l0.sum(), 1), edges, **styles[name], linewidth=1.6)
             axes.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        edges = frequency_edges(*frequencies)
-        for index, frequency in zip(numbers, frequencies, strict=True):
+        edges = frequency_edges(*frequencies.values())
+        handles, labels = [], []
+        for name, frequency in frequencies.items():
             latents = np.histogram(frequency[frequency > 0], edges)[0]
-            right.stairs(latents, edges, **line_style(index), linewidth=1.6)
-        if not any((frequency > 0).any() for frequency in frequencies):
+            right.stairs(latents, edges, **styles[name], linewidth=1.6)
+            silent = f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
+            own_l0 = f"L0 {l0s[name].argmax()}, " if constant else ""
+            rows_counted = counted(int(l0s[name].sum()), "row")
+            handles.append(Line2D([], [], **styles[name]))
+            labels.append(f"{short(name)} ({own_l0}{silent} on these {rows_counted})")
+        if not any((frequency > 0).any() for frequency in frequencies.values()):
             say_empty(right, "no latent fires")
         _draw_threshold(right, DENSE_FREQUENCY, "dense")
         right.set(xlabel=FREQUENCY_LABEL, ylabel="latents", xscale="log", ylim=(0, None))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        legend_below(drawn, _run_handles(numbers), labels)
+        legend_below(drawn, handles, labels)
     return drawn
 
 
@@ -192,20 +186,20 @@ def sparsity(
 def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str, str]) -> Figure:
     """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
     with one marker and joined; runs with a measure that is not finite are left out."""
+    numbers = numbered(run["run"] for run in runs)
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
     members: dict[str, list[Document]] = {}
     for run in runs:
         members.setdefault(families[run["run"]], []).append(run)
     markers = {family: marker(index) for index, family in enumerate(members)}
-    numbers = numbered(run["run"] for run in runs)
     with figure(path, 6.5, 4.5) as drawn:
         axes = drawn.subplots()
         for own in members.values():
             points = sorted((run["l0"], run["fvu"]) for run in own)
             axes.plot(*zip(*points, strict=True), color=GREY, linewidth=0.8, alpha=0.5)
         handles, labels = [], []
-        for number, (run, index) in enumerate(zip(runs, numbers, strict=True), 1):
-            family = families[run["run"]]
+        for number, run in enumerate(runs, 1):
+            family, index = families[run["run"]], numbers[run["run"]]
             handles += axes.plot(
                 run["l0"],
                 run["fvu"],
@@ -257,30 +251,26 @@ def probes(path: Path | None, document: Document) -> Figure:
     lowest = min([0.5, *(line["auc"] for line in document["by_set"])]) - 0.02
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
-        shown = zip(numbers, runs, strict=True)
-        for index, run in list(shown)[: 1 if one_place else None]:
+        for run in runs[:1] if one_place else runs:
             (mean,), (low,), (high,) = _auc_ends(probes_of(document["probes"], run, None))
-            dense_colour = GREY if one_place else colour(index)
+            dense_colour = GREY if one_place else colour(numbers[run["run"]])
             left.axhspan(low, high, color=dense_colour, alpha=0.12, linewidth=0)
             left.axhline(mean, color=dense_colour, linestyle=":")
-        for index, run, lines in zip(numbers, runs, of_run, strict=True):
+        handles = []
+        for run, lines in zip(runs, of_run, strict=True):
+            index = numbers[run["run"]]
             mean, low, high = _auc_ends(lines)
             # Side by side, so that intervals do not hide each other.
             x = np.array(counts) * 1.04 ** (index - (len(runs) - 1) / 2)
             errors = [mean - low, high - mean]
-            left.errorbar(x, mean, errors, **line_style(index), marker=marker(index))
+            style = line_style(index) | {"marker": marker(index)}
+            left.errorbar(x, mean, errors, **style)
+            handles.append(Line2D([], [], **style))
             dense, sparse = (
                 [line["auc"] for line in probes_of(document["by_set"], run, k)]
                 for k in (None, counts[-1])
             )
-            right.plot(
-                dense,
-                sparse,
-                linestyle="none",
-                marker=marker(index),
-                color=colour(index),
-                alpha=0.6,
-            )
+            right.plot(dense, sparse, **(style | {"linestyle": "none"}), alpha=0.6)
         left.set(xscale="log", xlabel="latents of a probe (k)", ylabel="AUC, mean over sets")
         left.set_xticks(counts, [str(count) for count in counts])
         left.xaxis.set_minor_locator(NullLocator())
@@ -291,9 +281,6 @@ def probes(path: Path | None, document: Document) -> Figure:
             xlim=(lowest, 1.02),
             ylim=(lowest, 1.02),
         )
-        handles = _run_handles(numbers)
-        for index, handle in zip(numbers, handles, strict=True):
-            handle.set_marker(marker(index))
         handles.append(Line2D([], [], color=GREY, linestyle=":"))
         labels = [short(run["run"]) for run in runs]
         legend_below(drawn, handles, [*labels, "dense probe on the activations"])
@@ -315,21 +302,23 @@ def stability(path: Path | None, document: Document) -> Figure:
     match fraction of about a tenth of a run's firing latents."""
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
-        labels = []
+        handles, labels = [], []
         numbers = numbered(run["run"] for run in document["runs"])
-        for index, run in zip(numbers, document["runs"], strict=True):
+        for run in document["runs"]:
+            style = line_style(numbers[run["run"]])
             names = ("cosine", "match_fraction", "frequency")
             cosine, matched, frequency = (np.array(run[name], float) for name in names)
             counts, edges = np.histogram(cosine[~np.isnan(cosine)], BINS, (0, 1))
             fractions = counts / max(len(cosine), 1)
-            left.stairs(fractions, edges, **line_style(index), linewidth=1.6)
+            left.stairs(fractions, edges, **style, linewidth=1.6)
             groups = _groups(frequency)
             right.plot(
                 [np.median(frequency[group]) for group in groups],
                 [matched[group].mean() for group in groups],
-                **line_style(index),
+                **style,
                 marker="o",
             )
+            handles.append(Line2D([], [], **style))
             silent = (frequency == 0).sum()
             labels.append(
                 f"{short(run['run'])} ({counted(len(cosine), 'latent')}, {silent:,} silent)"
@@ -348,7 +337,7 @@ def stability(path: Path | None, document: Document) -> Figure:
             log_scale(right, "x")
         else:
             say_empty(right, "no latent fires")
-        legend_below(drawn, _run_handles(numbers), labels)
+        legend_below(drawn, handles, labels)
     return drawn
 
 

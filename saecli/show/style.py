@@ -83,11 +83,9 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
             drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
 
 
-def numbered(names: Iterable[str]) -> list[int]:
-    """The runs' numbers for `colour` and `marker`, by name: pictures of the same runs in another order agree."""
-    listed = list(names)
-    by_name = sorted({*listed})
-    return [by_name.index(name) for name in listed]
+def numbered(names: Iterable[str]) -> dict[str, int]:
+    """The runs' numbers for `colour` and `marker`: pictures of the same runs in another order agree."""
+    return {name: number for number, name in enumerate(sorted({*names}))}
 
 
 def colour(index: int) -> str:
