@@ -126,7 +126,7 @@ def _parameter(option: Option, repeated: bool) -> Parameter:
         default = words if several else words[0]
     info = typer.Option(
         flag,
-        metavar=f"{metavar}..." if several else metavar,
+        metavar=f"{metavar}..." if several and not option.once else metavar,
         autocompletion=lambda: option.choices,
         **settings,
     )

@@ -16,6 +16,7 @@ from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
 from ..train.options import TRAINED, TrainingConfig
+from .extract import Places
 from .options import Given, Json, Session, configured, start
 
 if TYPE_CHECKING:
@@ -29,26 +30,19 @@ _HELP = {
     "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
     f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows, --context (--help-all).",
     "rows": "Training rows, without held-out ones; fewer if the text ends first.",
+    "layer": "Block of --model to read, from 0. Default: the middle one.",
+    "site": "Hook point in the block; see `sae extract`. Default: resid_post.",
+    "module": "Instead of --layer and --site a module of --model; see `sae extract`.",
 }
+PLACE = ("layer", "site", "module")
 _OF_ROWS = ("model_revision", "dataset", "rows", "context", "model_dtype")
 FROM_MODEL = (
     *options_from(ExtractConfig, ["model"], _HELP, once=True, default=None),
     *options_from(ExtractConfig, _OF_ROWS, _HELP, once=True, panel=PANEL, advanced=True),
     # For `config.toml`, which names the commit.
     *options_from(ExtractConfig, ["dataset_revision"], _HELP, once=True, cli=False),
+    *options_from(Places, PLACE, _HELP, once=True, panel=PANEL, advanced=True, default=None),
 )
-
-
-def _demand_once(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
-    """ConfigError for an option of one value that is given several."""
-    if values and len(values) > 1:
-        raise ConfigError(
-            f"{param.opts[0]} is given twice: expected one value; leave one of them out"
-        )
-    return values
-
-
-_OF_MODEL: dict[str, Any] = {"callback": _demand_once, "hidden": True, "rich_help_panel": PANEL}
 Resume = Annotated[
     bool,
     typer.Option(
@@ -107,28 +101,6 @@ def command(
             "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
             "it was if its loss on a tenth of the training documents, kept out of training, does not fall.",
             show_default="random directions",
-        ),
-    ] = None,
-    layer: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Block of --model to read, from 0.", show_default="the middle one", **_OF_MODEL
-        ),
-    ] = None,
-    site: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Hook point in the block; see `sae extract`.",
-            show_default="resid_post",
-            **_OF_MODEL,
-        ),
-    ] = None,
-    module: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<path[:in|:out]>",
-            help="Instead of --layer and --site a module of --model; see `sae extract`.",
-            **_OF_MODEL,
         ),
     ] = None,
     name: Annotated[
@@ -324,7 +296,7 @@ def _rows(
                 "or make a store by `sae extract`, and train on that"
             )
         return _rows_of_model(session, values, claims, begun)
-    idle = session.given & {"layer", "site", "module", *(option.name for option in FROM_MODEL)}
+    idle = session.given & {option.name for option in FROM_MODEL}
     if idle:
         raise ConfigError(
             f"{flag_of(min(idle))} does nothing without --model; name a model, or leave it out"
@@ -344,10 +316,16 @@ def _rows_of_model(
     from ..train.rows import SAMPLED_ROWS
 
     training = TrainingConfig.among(options)
-    names = [option.name for option in FROM_MODEL if option.name in options]
-    extraction = ExtractConfig(**{name: options[name] for name in names})
-    given = ((session.options[name] or [None])[0] for name in ("layer", "site", "module"))
-    layer, site = place_given(*given)
+    places = [options.get(name, (None,)) for name in PLACE]
+    for name, values in zip(PLACE, places, strict=True):
+        if len(values) > 1 or values == ("all",):
+            raise ConfigError(
+                f"{flag_of(name)} takes one value in sae train, got {', '.join(map(str, values))}; name "
+                "one, or make stores by `sae extract`, and train on these with --each"
+            )
+    layer, site = place_given(*(values[0] for values in places))
+    names = [option.name for option in FROM_MODEL if option.name not in PLACE]
+    extraction = ExtractConfig(**{name: options[name] for name in names if name in options})
     stream, _ = open_stream(
         extraction,
         given=options.keys(),

@@ -13,8 +13,11 @@ WRONG = [
     ("train --no-such", "LAST"),
     ("train --alpha many", "--alpha"),
     ("train --d-sae x", "--d-sae"),
-    ("train --model tiny-gemma2 --layer 1 --layer=2", "--layer is given twice"),
-    ("train --site mlp_in --site mlp_out", "--site is given twice"),
+    (
+        "train --model tiny-gemma2 --layer 1 --layer=2",
+        "--layer takes one value in sae train, got 1, 2",
+    ),
+    ("train --model tiny-gemma2 --layer all", "--layer takes one value in sae train, got all"),
     ("train --act reul", "--act"),
     ("train --each", "--data"),
     ("train --each --data rows --target rows", "got layers [None] and [None]"),
