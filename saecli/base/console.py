@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import rich.console
 from rich.segment import Segment
+from rich.text import Text
 
 from .errors import printable
 from .files import to_json
@@ -100,13 +101,18 @@ class Console:
             self.note(text)
 
     def print_result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
-        """Print the command's result: with `--json` the document, else `shown`."""
+        """Print the command's result: with `--json` the document, else `shown`, a line that does not wrap cut at a
+        terminal's width, whole in a file or pipe."""
         if self.as_json:
             print(to_json(document).replace("\x7f", "\\u007f"))  # JSON escapes all other controls
             return
         for renderable in shown:
-            soft_wrap = isinstance(renderable, str)
-            self._out.print(renderable, soft_wrap=soft_wrap, crop=self._out.is_terminal)
+            is_line = isinstance(renderable, Text) and renderable.no_wrap
+            if is_line and self._out.is_terminal:
+                self._out.print(renderable, no_wrap=True, overflow="ellipsis")
+            else:
+                soft_wrap = is_line or isinstance(renderable, str)
+                self._out.print(renderable, soft_wrap=soft_wrap, crop=self._out.is_terminal)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:

@@ -129,7 +129,6 @@ def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:
 
 
 def products_in(precision: str) -> AbstractContextManager[Any]:
-    """A context in which products of float32 matrices are in float32 or bf16."""
     return _Cast() if precision == "bf16" else nullcontext()
 
 

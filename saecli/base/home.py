@@ -82,7 +82,6 @@ class Shelf:
             return self.error(f"cannot read {path}: {error}; {UNREADABLE}")
 
     def unfinished(self) -> list[str]:
-        """The names of unfinished entries, newest first."""
         markers = self.markers()
         return [name for name in markers if getattr(markers[name], "complete", None) is False]
 

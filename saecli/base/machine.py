@@ -46,12 +46,10 @@ def rank() -> int:
 
 
 def local_world() -> int:
-    """The number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
 
 
 def local_rank() -> int:
-    """This process's rank among those on this machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) if world() > 1 else 0
 
 

@@ -142,7 +142,6 @@ class Config:
 
 
 def options_of(config: type[Config]) -> dict[str, Option]:
-    """The options that the fields of a configuration class declare, by name."""
     declared: Any = config  # mypy takes a class whose instances define __hash__ for unhashable
     return _options_of(declared)
 
@@ -172,7 +171,6 @@ def options_from(
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Values as words of a command line."""
     words = []
     for name, value in values.items():
         if value is None or value is False:

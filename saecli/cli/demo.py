@@ -62,7 +62,6 @@ def command(
 
 
 def conclusion(sgd: float, pam: float, few_sgd: float, few_pam: float) -> str:
-    """What the held-out FVUs of the four runs say."""
 
     def compared(fvu: float, other: float) -> str:
         change = fvu / other - 1

@@ -53,7 +53,6 @@ def command(
 
 
 def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[Job]:
-    """The runs to train, one for each combination of options."""
     from ..train.finetune import Opened, Settings
     from ..train.jobs import Job, claim_folder, run_names
 

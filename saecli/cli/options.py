@@ -239,7 +239,6 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user set an option, on the command line or in a file."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
@@ -385,7 +384,6 @@ class Session:
         return function(**{**options, "home": self.home, "progress": self.console, **others})
 
     def print_result_and_notes(self, document: dict[str, Any], *shown: Any) -> None:
-        """Print the document's notes on stderr, and then the result."""
         for note in document["notes"]:
             self.console.note(note)
         self.console.print_result(document, *shown)

@@ -146,7 +146,6 @@ def command(
 
 
 def demand_alone(session: Session) -> None:
-    """Refuse options that do nothing with `--resume`."""
     others = session.given - {"name", "resume", "json"}
     if others == {"run"}:
         raise ConfigError(

@@ -36,7 +36,7 @@ from .cells import Cells, agreement, cells_of
 from .references import measure_references
 
 KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
-QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
+QUANTILES = {"min": 0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1}
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
 SAMPLE_BYTES = 2**28  # of rows kept for the references, in float32, at most, 256 MiB
@@ -102,8 +102,6 @@ class Census:
 
 @dataclass(frozen=True)
 class Survey:
-    """The results of a pass over rows, B of them."""
-
     census: Census
     margins: NDArray[np.float64]  # (margin, margin / ||x||), (B, 2)
     sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
@@ -153,7 +151,9 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
     cells, split = cells_of(run.sae), run.split or "all"
     run.demand_reconstruction("the geometry")
     count = min(settings.rows, run.rows.rows)
-    survey = survey_rows(cells, _batches(run, count, listener), count)
+    stored = map(torch.from_numpy, _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)))
+    measured = _with_progress(stored, f"measuring {run.subject.name}", count, listener)
+    survey = survey_rows(cells, measured, count)
     census, sample = survey.census, survey.sample
     train = _training_rows(run, settings.fit_rows)
     distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
@@ -168,13 +168,15 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
         margins[other] = _margins(cells, rows, f"margins of {other} rows", listener)
         complexity[other] = local_complexity(cells, rows, radius)
     references = measure_references(run.sae, sample, train, round(census.l0), listener)
-    rank = rank_measures(cells, sample)
+    most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
+    compared = torch.from_numpy(spread_out(sample, most))
+    in_parts = _with_progress(compared.split(64), "power diagram", len(compared), listener)
     document = {
         **run.heading,
         "act": run.sae.activation.name,
         **_cell_measures(cells, census),
-        "rank": rank,
-        "power_diagram": _agreement(cells, sample, listener),
+        "rank": rank_measures(cells, sample),
+        "power_diagram": agreement(cells, in_parts),
         "margin": margin_measures(survey.margins),
         "complexity": {
             "radius": radius,
@@ -213,14 +215,6 @@ def _margins(
     return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in shown])
 
 
-def _agreement(
-    cells: Cells, sample: NDArray[np.float32], listener: Listener
-) -> dict[str, Any] | None:
-    most = max(16, AGREEMENT_WORK // (2 * cells.sae.d_sae * cells.sae.d_in))
-    rows = torch.from_numpy(spread_out(sample, most))
-    return agreement(cells, _with_progress(rows.split(64), "power diagram", len(rows), listener))
-
-
 def _cell_measures(cells: Cells, census: Census) -> dict[str, Any]:
     visited, possible = len(census.counts), cells.possible_log10
     return {
@@ -231,11 +225,6 @@ def _cell_measures(cells: Cells, census: Census) -> dict[str, Any]:
         "cells_share_log10": math.log10(visited) - possible,
         "occupancy": census.occupancy(),
     }
-
-
-def _batches(run: Measured, count: int, listener: Listener) -> Iterator[Tensor]:
-    batches = map(torch.from_numpy, _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)))
-    return _with_progress(batches, f"measuring {run.subject.name}", count, listener)
 
 
 def _with_progress(
@@ -316,10 +305,8 @@ def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
 def describe(values: NDArray) -> dict[str, float]:
     """Mean, extremes and quantiles of numbers, (B,), B > 0, which may be infinite."""
     # The nearest rank, since interpolating between infinities gives no number.
-    at = np.quantile(values, [*QUANTILES.values()], method="nearest")
-    quantiles = dict(zip(QUANTILES, map(float, at), strict=True))
-    low, high = float(values.min()), float(values.max())
-    return {"mean": float(values.mean()), "min": low, **quantiles, "max": high}
+    at = np.quantile(values, [*QUANTILES.values()], method="nearest").astype(float).tolist()
+    return {"mean": float(values.mean()), **dict(zip(QUANTILES, at, strict=True))}
 
 
 def batch_size(d_sae: int) -> int:

@@ -277,7 +277,6 @@ def controls_table(document: Document) -> RenderableType:
 
 
 def refit_table(document: Document) -> RenderableType:
-    """The measures of a refitted SAE before and after, on the held-out rows."""
     before, after, final = document["before"], document["after"], document["final"]
     rows = [[*spelt([name]), before[name], after[name]] for name in REFITTED if name in after]
     prefixes = zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)
@@ -325,24 +324,18 @@ def steering_tables(document: Document) -> list[RenderableType]:
 
 def _unchanged(document: Document) -> list[str]:
     """A sentence if all texts stayed the same: why, and the scale of a large change."""
-    continuations, norm = document["continuations"], document["activation_norm"]
-    if any(texts["plain"] != texts["steered"] for texts in continuations):
+    if any(texts["plain"] != texts["steered"] for texts in document["continuations"]):
         return []
-    same = "\nthe text stayed the same"
-    if document["method"] == "ablate":
-        fires = any(line["prompt_max"] for line in document["latents"])
-        why = (
-            "what these latents add is too little" if fires else "none of these latents fires there"
-        )
-        return [f"{same}: {why}; `sae read` lists the strongest latents of a prompt"]
     strongest = max(document["latents"], key=lambda line: abs(line["scale"]) * line["decoder_norm"])
-    if not norm or not strongest["decoder_norm"]:
-        return [f"{same}: no activation is changed; give a longer prompt, or another latent"]
-    change = abs(strongest["scale"]) * strongest["decoder_norm"] / norm
-    return [
-        f"{same}: the change of latent {strongest['latent']} has {change:.2g} times the norm of the activations; "
-        f"--scale {norm / strongest['decoder_norm']:.2g} would equal it"
-    ]
+    full = document["activation_norm"] and strongest["decoder_norm"] / document["activation_norm"]
+    if document["method"] == "ablate" or not full:
+        why = "these latents do not fire there, or add too little"
+        advice = "`sae read` lists the strongest latents of a prompt"
+    else:
+        size = abs(strongest["scale"]) * full
+        why = f"the change of latent {strongest['latent']} has {size:.2g} times the norm of the activations"
+        advice = f"--scale {1 / full:.2g} would equal it"
+    return [f"\nthe text stayed the same: {why}; {advice}"]
 
 
 def explanation_tables(document: Document, top: int) -> list[RenderableType]:

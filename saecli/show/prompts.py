@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.cells import set_cell_size
 from rich.color import Color
-from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.style import Style
 from rich.text import Text
 
@@ -47,7 +47,7 @@ def prompt_tables(document: Document) -> list[RenderableType]:
         cells.append([name, *_cells(latent), _percent(latent["frequency"], rows)])
     in_store = "in the store" if rows is None else f"in {rows:,} rows of the store"
     heads = ["latent", *heads, in_store]
-    return [_heading(document), Lines(lines), "", table(title, heads, cells)]
+    return [_heading(document), *lines, "", table(title, heads, cells)]
 
 
 def _cells(latent: Document) -> list[Any]:
@@ -72,7 +72,7 @@ def _token_line(position: int, token: Document) -> Text:
     latents = [f"{one['latent']} ({one['code']:.3g})" for one in token["latents"]]
     words = "  ".join(["special"] if token["special"] else latents)
     line = f"{position:>5}  {set_cell_size(_alone(token['text']), TOKEN_WIDTH)}  {words}"
-    return Text(line, style="dim" if token["special"] else "")
+    return Text(line, style="dim" if token["special"] else "", no_wrap=True)
 
 
 def _alone(text: str) -> str:
@@ -109,20 +109,6 @@ def coloured(document: Document) -> list[RenderableType]:
         words = [f"latent {latent['latent']} fires on {counted(len(codes), 'token')}", *peaks]
         shown += [Text("\n" + ", ".join(words)), ColouredText(tokens, codes, largest)]
     return shown
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Texts in a line each, cut at a terminal's width; whole in a file or pipe."""
-
-    texts: Sequence[Text]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        overflow: OverflowMethod = "ellipsis" if console.is_terminal else "ignore"
-        for text in self.texts:
-            line = text.copy()
-            line.no_wrap, line.overflow = True, overflow
-            yield line
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,6 @@ def stored_tables(document: Document) -> list[RenderableType]:
 
 
 def modules_table(document: Document) -> RenderableType:
-    """The output of `sae extract --list-modules`."""
     rows = [
         [module["module"], numbers_in_words(module["layers"]), module["in"], module["out"]]
         for module in document["modules"]
@@ -225,7 +224,7 @@ def results_table(documents: Sequence[Document], varied: Sequence[str] = ()) -> 
 
 
 def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
-    """A table of runs that trained an SAE on: held-out measures before and after, and which SAE each kept."""
+    """A table of runs that trained an SAE on: measures before and after, and which SAE each kept."""
     compared = [document for document in documents if "kept" in document]
     if not compared:
         return []
@@ -235,7 +234,8 @@ def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
         for document in compared
     ]
     columns = ["run", "kept", *(f"{name}{when}" for name in names for when in ("", "_after"))]
-    return [records_table("held-out rows, before training and after", lines, columns)]
+    title = "before training and after, on rows kept out of training if there are any"
+    return [records_table(title, lines, columns)]
 
 
 def figures_table(documents: Sequence[Document]) -> RenderableType:

@@ -24,8 +24,6 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Finetune(SolverConfig):
-    """Options of training through the model."""
-
     name: ClassVar[str] = "finetune"
     made_by: ClassVar[str] = "through:ThroughModel"
 

@@ -209,7 +209,6 @@ def train_run(job: Job, listener: Listener) -> dict[str, Any]:
 
 
 def _begin(job: Job, listener: Listener) -> None:
-    """Write the files of a new run, and say what is trained."""
     run = job.run
     if job.given is not None and communicator().is_main:
         # run.json marks a run that can be resumed, so it is last.
@@ -237,7 +236,6 @@ def _trained(job: Job, listener: Listener) -> dict[str, Any]:
 
 
 def _explained(error: TrainingError, training: Training) -> TrainingError:
-    """The error, with words on what is kept of the run."""
     kept, steps = training.progress.step, training.plan.steps
     stops = f"the run stops at step {training.solver.steps:,} of {steps:,}"
     if not kept:

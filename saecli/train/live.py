@@ -219,10 +219,10 @@ class LiveRows(RowSource):
                 f"{self.rows:,} and {len(test):,}; name a text of more documents, raise --rows, or use "
                 "another --split-seed"
             )
-        test_rows = ArrayRows(self._stored.decode_rows(test))
-        if not any(map(len, kept_out)):
-            return test_rows, None
-        return test_rows, ArrayRows(self._stored.decode_rows(*kept_out))
+        test_rows, *compared = [
+            ArrayRows(self._stored.decode_rows(part)) for part in (test, *kept_out) if len(part)
+        ]
+        return test_rows, compared[0] if compared else None
 
     def _go_on(self, tokens: int, rows: int) -> None:
         """Show the progress of the first window; called in the model's thread."""

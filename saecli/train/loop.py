@@ -14,8 +14,6 @@ from .training import Measures, Training
 
 
 class Loop:
-    """Trains an SAE to the end."""
-
     def __init__(self, training: Training) -> None:
         self.training = training
 

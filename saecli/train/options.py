@@ -57,8 +57,6 @@ def check_prefixes(text: str) -> str:
 
 @dataclass(frozen=True)
 class TrainingConfig(Config):
-    """The options common to all solvers."""
-
     panel: ClassVar[str] = "Training"
 
     d_sae: Annotated[Count | None, Shown("Number of latents. Default: 4 d_in.")] = None
@@ -223,7 +221,6 @@ class TrainingConfig(Config):
         return self.sparsity not in (None, "none", "target-l0")
 
     def epoch_batches(self, rows: int) -> int:
-        """Batches in one pass over the rows."""
         return math.ceil(rows / self.batch_size)
 
 
@@ -298,8 +295,6 @@ class Revival(Config):
 
 @dataclass(frozen=True)
 class Sgd(Paper, Revival, SolverConfig):
-    """Options of SGD."""
-
     name: ClassVar[str] = "sgd"
     made_by: ClassVar[str] = "solver:SgdSolver"
     # Batchtopk 32, 500 steps: FVU of Gemma 0.282, at 1.4 times the rate 0.276; of SmolLM2 0.242, 0.240.
@@ -340,8 +335,6 @@ class ClosedForm(SolverConfig):
 
 @dataclass(frozen=True)
 class Pam(Paper, ClosedForm):
-    """Options of the paper's Algorithm 3.1."""
-
     name: ClassVar[str] = "pam"
     made_by: ClassVar[str] = "pam:PamSolver"
     smooths: ClassVar[bool] = False
@@ -369,8 +362,6 @@ class Pam(Paper, ClosedForm):
 
 @dataclass(frozen=True)
 class PamSgd(Revival, ClosedForm):
-    """Options of PAM-SGD."""
-
     name: ClassVar[str] = "pam-sgd"
     made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
     # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201.

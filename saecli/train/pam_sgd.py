@@ -35,8 +35,6 @@ REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as 
 
 
 class PamSgdSolver(PamSolver):
-    """PAM-SGD as `sae train` has it."""
-
     config: PamSgd
     c = 1.0
     solved_for = ("Delta", "W_skip")

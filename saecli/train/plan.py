@@ -161,12 +161,10 @@ class Plan:
 
     @cached_property  # cached: a text that ends early changes `rows`
     def batches(self) -> int:
-        """Batches per epoch."""
         return self.training.epoch_batches(self.train_rows.rows)
 
     @cached_property
     def steps(self) -> int:
-        """Optimiser steps in all of training."""
         return self.training.steps or (self.training.epochs or 0) * self.batches
 
     @cached_property
@@ -300,7 +298,6 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
-    """Warnings about settings."""
     rows, d_in, d_sae = plan.train_rows.rows, plan.train_rows.d_in, plan.d_sae
     warnings = []
     if rows < d_in:

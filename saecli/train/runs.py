@@ -72,7 +72,6 @@ class Run:
 
     @property
     def summary(self) -> str:
-        """What is trained, for a line at the start."""
         plan = self.plan
         parts = {"training": plan.train_rows, "kept out": plan.kept_out, "test": plan.test_rows}
         rows = [f"{part.rows:,} {name}" for name, part in parts.items() if part is not None]
@@ -144,8 +143,6 @@ class Run:
 
 
 class RunRecord(Record):
-    """Writes the files of a run's folder as it is trained."""
-
     def __init__(self, run: Run, folder: Path) -> None:
         self.run, self.folder = run, folder
         self._metrics: TextIO | None = None
@@ -192,8 +189,6 @@ class RunRecord(Record):
 
 
 class WandbRun:
-    """A run in Weights & Biases."""
-
     def __init__(self, run: Run, folder: Path) -> None:
         import wandb
 

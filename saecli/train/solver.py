@@ -58,7 +58,6 @@ class Task:
 
     @property
     def batches(self) -> int:
-        """Batches in one epoch."""
         return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
@@ -193,7 +192,6 @@ class Solver:
 
     @property
     def revives(self) -> bool:
-        """Whether dead latents are re-aimed at this step."""
         last = 1 if self.task.begun else REVIVAL * self.task.steps
         return self.re_aims and not self.task.held and self.steps < last
 
@@ -246,7 +244,6 @@ class Solver:
         return {"revived": self.revived}
 
     def notes(self) -> list[str]:
-        """Sentences for the user at the end of training."""
         return []
 
     def sae(self) -> SAE:
@@ -281,8 +278,6 @@ class Solver:
 
 
 class SgdSolver(Solver):
-    """Encoder and decoder by descent together."""
-
     config: Sgd
 
     def __init__(

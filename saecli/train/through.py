@@ -64,7 +64,6 @@ class SplicedText:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Rows per training window."""
         return np.array([window.is_row.sum() for window in self.train])
 
     @cached_property
@@ -117,8 +116,6 @@ class StepWindows:
 
 
 class ThroughModel(Solver):
-    """Descent on windows of tokens, through the language model."""
-
     config: Finetune
 
     def __init__(

@@ -147,8 +147,6 @@ class Comparison:
 
 @dataclass(eq=False)
 class Training:
-    """One SAE in training."""
-
     plan: Plan
     record: Record
     show: Step
@@ -257,16 +255,13 @@ class Training:
             self.record.keep(self.sae)
 
     def notes(self) -> list[str]:
-        """Sentences for the user at the end of training."""
         notes = self.solver.notes()
         if self.comparison is not None and self.comparison.keeps_before:
             measures = self.comparison.measures
             before, after = (number(measures[name]["loss"]) for name in ("before", "after"))
-            sets = self.plan.activation.is_calibrated(self.plan.training.sparsity)
-            but = ", with thresholds for the L0 asked for" if sets else ""
             notes.append(
-                f"training did not lower the loss, {before} to {after}: the SAE is kept as it was{but}; train on "
-                "more rows, or with a lower --lr"
+                f"training did not lower the loss, {before} to {after}: the SAE's weights are kept as they were; train "
+                "on more rows, or with a lower --lr"
             )
         return notes
 

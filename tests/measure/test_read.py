@@ -22,7 +22,7 @@ from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.show.prompts import ColouredText, prompt_tables
+from saecli.show.prompts import ColouredText
 
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
 EVERY = list(range(20))
@@ -252,13 +252,12 @@ def test_the_terminal_lists_tokens_and_latents_and_colours_a_text(home: CommandL
 
 def test_each_token_has_one_line_cut_in_a_narrow_terminal_and_whole_in_a_pipe(home: CommandLine):
     home.monkeypatch.setenv("COLUMNS", "50")
-    piped = home("read", "first", "--top", "15", "--prompt", "Return the number").out.splitlines()
-    document = saecli.read("first", "Return the number", top=15, home=home.home)
-    terminal = Console(force_terminal=True, width=50, color_system=None, highlight=False)
-    with terminal.capture() as captured:
-        terminal.print(*prompt_tables(document)[:3], sep="\n")
-    tokens = document["tokens"]
-    for lines in (piped, captured.get().splitlines()):
+    words = ("read", "first", "--top", "15", "--prompt", "Return the number")
+    piped = home(*words).out.splitlines()
+    tokens = home(*words, "--json").json["tokens"]
+    home.monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of it
+    home.monkeypatch.setenv("TERM", "dumb")  # 80 wide, without colours
+    for lines in (piped, home(*words).out.splitlines()):
         begin = next(at for at, line in enumerate(lines) if line.startswith("    0"))
         end = begin + len(tokens)
         assert [int(line[:5]) for line in lines[begin:end]] == [*range(len(tokens))]
@@ -267,7 +266,7 @@ def test_each_token_has_one_line_cut_in_a_narrow_terminal_and_whole_in_a_pipe(ho
             listed = [line.count("(") for line in lines[begin:end]]
             assert listed == [len(token["latents"]) for token in tokens]
         else:
-            assert max(map(len, lines[begin:end])) == 50
+            assert max(map(len, lines[begin:end])) == 80
 
 
 @pytest.mark.slow

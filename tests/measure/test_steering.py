@@ -258,7 +258,7 @@ def test_a_text_that_stays_the_same_is_said_with_the_scale_of_a_large_change(hom
         *("steer", "first", "--latent", str(silent), "--prompt", "Return the number"),
         *("--method", "ablate", "--max-new-tokens", "3"),
     )
-    assert "the text stayed the same: none of these latents fires there" in ablated.out
+    assert "the text stayed the same: these latents do not fire there" in ablated.out
 
 
 @pytest.mark.slow

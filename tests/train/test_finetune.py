@@ -187,7 +187,7 @@ def test_a_run_without_a_store_asks_for_its_text(sae, home, model, options):
 def test_what_is_worse_is_not_kept(sae, home):
     begun(home, TopK(k=4))
     done = sae("finetune", "old", "--tokens", "9000", "--lr", "3", "--name", "new", "--json")
-    assert done.json["kept"] == "before" and "the SAE is kept as it was" in done.err
+    assert done.json["kept"] == "before" and "the SAE's weights are kept as they were" in done.err
     assert_same_weights(home, "old", "new", rtol=1e-4, atol=1e-5)
 
 

@@ -128,7 +128,7 @@ def test_a_start_has_the_target_l0_that_is_asked_for(act: Activation, lr: float)
     options = {"init": old, "solver": "sgd", "lr": lr, "lr_warm_up": 0.0, "epochs": 2}
     given = {"act": act.name, "sparsity": "target-l0", "target_l0": 2.0}
     if lr > 1:
-        with pytest.warns(UserWarning, match="kept as it was, with thresholds for the L0 asked"):
+        with pytest.warns(UserWarning, match="weights are kept as they were"):
             found = saecli.fit(rows, **options, **given)
     else:
         found = saecli.fit(rows, **options, **given)
@@ -196,7 +196,7 @@ def test_training_on_never_ends_worse(sae: CommandLine, solver: str):
     (old,) = sae("eval", "old", "--data", "rows", "--json").json["runs"]
     assert spoilt["final"]["test_fvu"] == pytest.approx(old["fvu"], rel=1e-5)
     options = {"init": first, "solver": solver, "epochs": 2, "lr": 3.0, "lr_warm_up": 0.0}
-    x, said = some_rows(100), "did not lower the loss, .* the SAE is kept as it was"
+    x, said = some_rows(100), "did not lower the loss, .* the SAE's weights are kept as they were"
     with pytest.warns(UserWarning, match=said):
         from_store, in_memory = (saecli.fit(given, **options) for given in (rows, x))
     assert same(from_store, saecli.load_sae("spoilt", sae.home))
