@@ -100,7 +100,7 @@ train() {
 trained() {
     echo "$(wc -l < "$todo") runs to train, $jobs at a time" >&2
     if [[ -s $todo ]]; then
-        (cd "$here/presets" && xargs -P "$jobs" -L 1 python "$here/train.py" < "$todo" > /dev/null)
+        (cd "$here/presets" && xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null)
     fi
     rm "$todo"
 }

@@ -38,7 +38,6 @@ class Shown:
     panel: str | None = None  # of the help page; None for its configuration's
     advanced: bool = False  # shown by `--help-all` only
     once: bool = False  # not to be repeated where other numbers may be, for one result per value
-    cli: bool = True  # False: valid in Python and in a file of --config, but no option of a command
 
 
 @dataclass(frozen=True)

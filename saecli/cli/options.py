@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from itertools import product
@@ -61,14 +61,13 @@ def configured(
                 raise error.within(f"with --config {config}") if config else error from None
 
         declared = inspect.signature(function, eval_str=True).parameters.values()
-        shown = [option for option in options.values() if option.cli]
-        first = [option for option in shown if option.panel == Config.panel]
+        first = [option for option in options.values() if option.panel == Config.panel]
         parameters = [
             *(_parameter(option, repeated) for option in first),
             *(parameter for parameter in declared if parameter.name != "options"),
-            _config_parameter([option.name for option in options.values() if not option.cli]),
+            CONFIG,
             HELP_ALL,
-            *(_parameter(option, repeated) for option in shown if option not in first),
+            *(_parameter(option, repeated) for option in options.values() if option not in first),
         ]
         # Typer reads the parameters of a command from its signature.
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -134,14 +133,8 @@ def _parameter(option: Option, repeated: bool) -> Parameter:
 
 
 def _set_by_user(ctx: typer.Context, options: Mapping[str, Option]) -> dict[str, Any]:
-    of_file = ctx.default_map or {}
-    values = {}
-    for name, option in options.items():
-        if option.cli and is_given(ctx, name):
-            values[name] = _typed(option, ctx.params[name])
-        elif not option.cli and name in of_file:
-            values[name] = option.checked(of_file[name])
-    return values
+    given = [name for name in options if is_given(ctx, name)]
+    return {name: _typed(options[name], ctx.params[name]) for name in given}
 
 
 def _typed(option: Option, value: Any) -> Any:
@@ -193,26 +186,26 @@ HELP_ALL = _keyword(
 )
 
 
-def _config_parameter(file_only: Collection[str]) -> Parameter:
-    """The parameter `config`, parsed before all others: its file's values become their defaults."""
+def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of a file the defaults of the other parameters, which are parsed later."""
+    if path is not None and not ctx.resilient_parsing:
+        ctx.default_map = _read_config(ctx, path)
+    return path
 
-    def load(ctx: typer.Context, path: Path | None) -> Path | None:
-        if path is not None and not ctx.resilient_parsing:
-            ctx.default_map = _read_config(ctx, path, file_only)
-        return path
 
-    info = typer.Option(
+CONFIG = _keyword(
+    "config",
+    Path,
+    typer.Option(
         "--config",
         is_eager=True,
-        callback=load,
-        help=(
-            'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
-        ),
-    )
-    return _keyword("config", Path, info)
+        callback=_load_config,
+        help='TOML file of options, each by its long name (dtype = "float32"); those on the command line win.',
+    ),
+)
 
 
-def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> dict[str, Any]:
+def _read_config(ctx: typer.Context, path: Path) -> dict[str, Any]:
     """The options in a TOML file by name; Typer and the configurations check their values."""
     import tomllib
 
@@ -225,15 +218,15 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
     params = {param.name: param for param in ctx.command.params if not param.is_eager}
     options: dict[str, Any] = {}
     for name, value in document.items():
-        if name not in params and name not in file_only:
-            advice = did_you_mean(name, [*params, *file_only]) or "see `--help-all`"
+        if name not in params:
+            advice = did_you_mean(name, params) or "see `--help-all`"
             raise ConfigError(
                 f"cannot use {path}: expected the long name of an option of `sae {ctx.info_name}`, "
                 f"got {name}; {advice}"
             )
         if value == []:
             raise ConfigError(f"cannot use {path}: {name} takes one value or more, got none")
-        one_of_several = name in params and params[name].multiple and not isinstance(value, list)
+        one_of_several = params[name].multiple and not isinstance(value, list)
         options[name] = [value] if one_of_several else value
     return options
 

@@ -35,12 +35,11 @@ _HELP = {
     "module": "Instead of --layer and --site a module of --model; see `sae extract`.",
 }
 PLACE = ("layer", "site", "module")
-_OF_ROWS = ("model_revision", "dataset", "rows", "context", "model_dtype")
+# The dataset's commit is for `config.toml`.
+_OF_ROWS = ("model_revision", "dataset", "dataset_revision", "rows", "context", "model_dtype")
 FROM_MODEL = (
     *options_from(ExtractConfig, ["model"], _HELP, once=True, default=None),
     *options_from(ExtractConfig, _OF_ROWS, _HELP, once=True, panel=PANEL, advanced=True),
-    # For `config.toml`, which names the commit.
-    *options_from(ExtractConfig, ["dataset_revision"], _HELP, once=True, cli=False),
     *options_from(Places, PLACE, _HELP, once=True, panel=PANEL, advanced=True, default=None),
 )
 Resume = Annotated[

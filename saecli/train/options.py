@@ -250,18 +250,18 @@ class SolverConfig(Config):
 
 @dataclass(frozen=True)
 class Paper(Config):
-    """Options that only the paper's experiments need, in Python and files of `--config`."""
+    """Options that only the paper's experiments need."""
 
     clip_norm: Annotated[
         Positive | None,
-        Shown("Clip the gradient of a batch's mean loss to this norm.", cli=False),
+        Shown("Clip the gradient of a batch's mean loss to this norm.", advanced=True),
     ] = None
     weight_decay: Annotated[
         NonNegative,
         Shown(
             "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
             "summed over all rows.",
-            cli=False,
+            advanced=True,
         ),
     ] = 0.0
     mu_enc: Annotated[
@@ -269,12 +269,12 @@ class Paper(Config):
         Shown(
             "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
             "rows; t counts decoder steps, with sgd epochs.",
-            cli=False,
+            advanced=True,
         ),
     ] = 0.0
     nu_enc: Annotated[
         NonNegative,
-        Shown("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", cli=False),
+        Shown("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", advanced=True),
     ] = 0.0
 
 
@@ -341,15 +341,17 @@ class Pam(Paper, ClosedForm):
 
     beta: Annotated[
         NonNegative,
-        Shown("Weight of ||b_dec||^2, next to the squared error summed over all rows.", cli=False),
+        Shown(
+            "Weight of ||b_dec||^2, next to the squared error summed over all rows.", advanced=True
+        ),
     ] = 0.0
     mu_dec: Annotated[
         NonNegative,
-        Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", cli=False),
+        Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", advanced=True),
     ] = 0.0
     nu_dec: Annotated[
         NonNegative,
-        Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", cli=False),
+        Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", advanced=True),
     ] = 0.0
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
