@@ -64,10 +64,8 @@ def command(
 def conclusion(sgd: float, pam: float, few_sgd: float, few_pam: float) -> str:
 
     def compared(fvu: float, other: float) -> str:
-        change = fvu / other - 1
-        return (
-            f"{abs(change):.1%} {'below' if change < 0 else 'above'} SGD's ({fvu:.3f}, {other:.3f})"
-        )
+        side = "below" if fvu < other else "above"
+        return f"{abs(fvu / other - 1):.1%} {side} SGD's ({fvu:.3f}, {other:.3f})"
 
     pays_most = few_pam / few_sgd < pam / sgd
     moral = ": its exact decoder pays most where rows are few" if pays_most else ""

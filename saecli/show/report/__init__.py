@@ -27,7 +27,7 @@ from ...measure.labels import shown_labels
 from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, survey
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...sae.library import SAELike
-from ...sae.metrics import Firing, doubts
+from ...sae.metrics import doubts, firing
 from ...store.opening import folder_bytes
 from ...store.split import Which
 from ...train.runs import read_metrics
@@ -215,7 +215,11 @@ def report(
     chosen = None if latents is None else sorted(chosen_latents(latents, d_sae, run.subject.name))
     if chosen is None:
         most = count or MOST_PAGES
-        chosen = _most_frequent(run, most, listener) if d_sae > most else [*range(d_sae)]
+        chosen = [*range(d_sae)]
+        if d_sae > most:  # excerpts of all would not fit in memory
+            frequency = firing(run.sae, run.inputs(listener)).frequency
+            by_frequency = frequency.argsort(descending=True, stable=True)
+            chosen = sorted(by_frequency[:most].tolist())
     notes: list[str] = []
     given = model_given(model, tokenizer)
     texts, outputs = _texts_and_outputs(run, given, has_tokens, notes)
@@ -256,15 +260,6 @@ def report(
         "firing": content["firing"],
         "notes": notes,
     }
-
-
-def _most_frequent(run: Measured, count: int, listener: Listener) -> list[int]:
-    """The latents that fire most often, ascending, by a pass over the rows: excerpts of all would not fit in memory."""
-    firing = Firing(run.sae.d_sae, device=run.sae.W_enc.device)
-    for x in run.inputs(listener):
-        firing.update(run.sae.codes(x))
-    most_frequent = firing.frequency.argsort(descending=True, stable=True)
-    return sorted(most_frequent[:count].tolist())
 
 
 def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, Any]:
