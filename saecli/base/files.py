@@ -134,19 +134,14 @@ def write_json(path: Path, document: Any) -> None:
         temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
 
 
-def check_place(path: Path) -> None:
-    """OSError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
-    if path.exists() and not path.is_file():  # would be replaced
-        raise OSError("expected a file, got a folder or a device")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}")
-    NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent).close()
-
-
 def demand_place(path: Path, remedy: str = "name another path") -> None:
-    """As `check_place`, with a ConfigError."""
+    """ConfigError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
     try:
-        check_place(path)
+        if path.exists() and not path.is_file():  # would be replaced
+            raise OSError("expected a file, got a folder or a device")
+        if not path.parent.is_dir():
+            raise OSError(f"there is no folder {path.parent}")
+        NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent).close()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
 

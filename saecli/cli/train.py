@@ -146,14 +146,11 @@ def command(
 
 def demand_alone(session: Session) -> None:
     others = session.given - {"name", "resume", "json"}
-    if others == {"run"}:
-        raise ConfigError(
-            "RUN is not what --resume goes on with; name that by --name, leave RUN out"
-        )
     if others:
+        first = "RUN" if "run" in others else flag_of(min(others))
         raise ConfigError(
-            f"{flag_of(min(others - {'run'}))} does nothing with --resume, which goes on with the settings "
-            "of the run; leave it out"
+            f"{first} does nothing with --resume, which goes on with the settings of the run that --name names, "
+            "else the newest; leave it out"
         )
 
 

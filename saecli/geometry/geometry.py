@@ -135,8 +135,6 @@ def geometry(
 
 @dataclass(frozen=True)
 class Geometry:
-    """The measures of one SAE, and what a picture of them needs."""
-
     run: Measured
     census: Census
     sample: NDArray[np.float32]  # of the rows measured, (any number, D)

@@ -20,8 +20,6 @@ from .training import Record, Training, start_training
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train in a claimed folder."""
-
     folder: Path
     run: Run
     given: Mapping[str, Any] | None = None  # the options of a new run; None for a resumed one

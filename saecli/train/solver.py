@@ -240,7 +240,6 @@ class Solver:
         return dictionary.activation.calibrated(pre, parameters) | of_penalty
 
     def record(self) -> dict[str, float]:
-        """Own measures for `metrics.jsonl` and the final summary."""
         return {"revived": self.revived}
 
     def notes(self) -> list[str]:

@@ -108,8 +108,6 @@ def default_learning_rate(
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The SAE that a training starts from."""
-
     name: str  # or path, or address
     hash: str  # its `fingerprint`
     sae: SAE | None  # acting on raw rows; None if training resumes from a checkpoint

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from saecli.base.errors import ConfigError
 from saecli.base.files import (
     appearing_whole,
-    check_place,
+    demand_place,
     folder_appearing_whole,
     lock_folder,
     make_folder,
@@ -126,7 +127,7 @@ def test_a_folder_stands_though_what_it_replaced_cannot_be_removed(tmp_path: Pat
 def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
     (tmp_path / "there").write_text("kept")
     for path in (tmp_path / "new.png", tmp_path / "there"):
-        check_place(path)
+        demand_place(path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     for path, refused in {
         tmp_path / "there" / "x.png": "there is no folder",
@@ -136,5 +137,5 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
         Path("/proc/new/x.png"): "there is no folder",
         Path("/dev/null"): "expected a file",
     }.items():
-        with pytest.raises(OSError, match=refused):
-            check_place(path)
+        with pytest.raises(ConfigError, match=refused):
+            demand_place(path)

@@ -174,7 +174,6 @@ class Details:
         return columns
 
     def _page(self, index: int, strings: dict[str, int]) -> dict[str, Any]:
-        """The page of the index-th chosen latent."""
         latent = self.chosen[index]
         histogram = self.histograms[latent]
         present = np.flatnonzero(histogram)
