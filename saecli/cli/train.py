@@ -147,9 +147,9 @@ def command(
 def demand_alone(session: Session) -> None:
     others = session.given - {"name", "resume", "json"}
     if others:
-        first = "RUN" if "run" in others else flag_of(min(others))
+        words = ["RUN" if name == "run" else flag_of(name) for name in others]
         raise ConfigError(
-            f"{first} does nothing with --resume, which goes on with the settings of the run that --name names, "
+            f"{min(words)} does nothing with --resume, which goes on with the settings of the run that --name names, "
             "else the newest; leave it out"
         )
 

@@ -353,5 +353,5 @@ def test_python_writes_no_files_to_track(sae, home):
 
 def test_the_sae_that_a_resumed_run_began_with_is_not_named_again(sae, home):
     begun(home, TopK(k=4))
-    sae("finetune old --resume").fails(2, "leave RUN out")
+    sae("finetune old --resume").fails(2, "RUN does nothing with --resume")
     assert not [path for path in (home / "runs").iterdir() if "finetune" in path.name]
