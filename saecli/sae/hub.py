@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from ..base.console import Listener
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
 from ..base.machine import LOG_IN, is_passing, why_refused, why_unreachable
-from .formats import FORMATS, Format, format_of, known_files
+from .formats import FORMATS, among, known_files, recognise
 
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
 _INNER = _PART.replace("[", "[:+")  # of a folder or file in a repository
@@ -171,32 +171,22 @@ def _choose(
     address: Address, names: Sequence[str], listener: Listener
 ) -> tuple[Address, list[str]]:
     """Address and files of the SAE at an address, among a repository's files."""
-    wanted, file = address.folder, None
-    if wanted in names:
-        wanted, _, file = wanted.rpartition("/")
-    folders: dict[str, list[str]] = {}  # the files in each, and in the folders in it
-    for path in map(PurePosixPath, names):
-        for folder in [*path.parents][:2]:
-            key = "" if folder.name == "" else str(folder)
-            folders.setdefault(key, []).append(str(path.relative_to(folder)))
-    formats: dict[str, Format] = {}  # of the folders with an SAE at the address or below
-    for key, files in sorted(folders.items()):
-        below = key == wanted or (file is None and PurePosixPath(key).is_relative_to(wanted))
-        name = format_of(files, file) if below else None
-        if name:
-            formats[key] = FORMATS[name]
-    if wanted not in formats and len(formats) == 1:
-        (wanted,) = formats
-        listener.note(f"{address} holds one SAE, in {wanted}")
-    if wanted in formats:
-        chosen = address if file else replace(address, folder=wanted)
-        own = formats[wanted].among(folders[wanted], str(chosen), file)
-        return chosen, [str(PurePosixPath(wanted, name)) for name in own]
-    if formats:
-        shown = ", ".join(str(replace(address, folder=key)) for key in [*formats][:SHOWN])
-        more = ", ..." if len(formats) > SHOWN else ""
-        raise HubError(f"{address} holds {len(formats):,} SAEs: name one of them, {shown}{more}")
-    got = ", ".join(sorted(key or "files at its top" for key in folders)[:SHOWN]) or "no file"
+    wanted = PurePosixPath(address.folder)
+    folder = wanted.parent if address.folder in names else wanted
+    paths = [path for path in map(PurePosixPath, names) if path.is_relative_to(folder)]
+    found = among(map(str, paths))
+    found = {key: own for key, own in found.items() if PurePosixPath(key).is_relative_to(wanted)}
+    key = str(wanted)
+    if key not in found and len(found) == 1:
+        (key,) = found
+        listener.note(f"{address} holds one SAE, in {key}")
+    if key in found:
+        return replace(address, folder="" if key == "." else key), found[key].files
+    if found:
+        shown = ", ".join(str(replace(address, folder=key)) for key in [*found][:SHOWN])
+        more = ", ..." if len(found) > SHOWN else ""
+        raise HubError(f"{address} holds {len(found):,} SAEs: name one of them, {shown}{more}")
+    got = ", ".join(names[:SHOWN]) or "no file"
     raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {got}")
 
 
@@ -225,11 +215,11 @@ def upload(folder: Path, address: Address, private: bool) -> str:
     """
     from huggingface_hub import HfApi
 
-    written_format = format_of(path.name for path in (folder / address.folder).iterdir())
+    written = recognise(folder / address.folder)
     others = [
         f"{glob.escape(address.folder)}/{pattern}"
         for form in FORMATS.values()
-        if written_format is None or form.files[-1] not in FORMATS[written_format].files
+        if written is None or form.files[-1] not in FORMATS[written].files
         for pattern in form.files
     ]
     api = HfApi()

@@ -283,7 +283,7 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     *((at(TRACER, text=text), said) for text, said in YAML),
     (at(TRACER, text="model_kind: transcoder_set\nactivation: gelu"), "activation 'gelu'"),
     (at(TRACER, kind="jumprelu", threshold=-0.5), "thresholds of at least 0, got -0.5"),
-    (two_layers, "name it"),
+    (two_layers, "name one"),
     (at(TRACER, layer="x"), "no SAE found"),
 ]
 

@@ -18,8 +18,9 @@ README.md says what each format can express. To add one, write `saecli/sae/forma
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +40,7 @@ from ..activations import (
 )
 from ..dictionary import SAE
 from . import circuit_tracer, common, libraries, scopes
-from .common import SavedSAE, matching
+from .common import SavedSAE
 from .hooks import settled
 
 
@@ -57,21 +58,6 @@ class Format:
     optional: str = ""  # pattern of further files, read if they are there
     # FormatError unless SAEs, of each what `save` returns, may share a folder; None: it holds one.
     demand_set: Callable[[Sequence[Any]], None] | None = None
-
-    def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
-        """The names of one SAE's files, last the weights, of several layers' `file`; FormatError if several match."""
-        names = sorted(names)
-        chosen = matching(names, self.optional)
-        for pattern in self.files:
-            weights = pattern == self.files[-1]
-            matches = matching([file] if file and weights else names, pattern)
-            if len(matches) != 1:
-                hint = f"; name it, such as .../{matches[0]}" if self.by_layer else ""
-                raise FormatError(
-                    f"{place} holds {len(matches)} files {pattern}: expected one{hint}"
-                )
-            chosen += matches
-        return chosen
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
@@ -197,10 +183,6 @@ FORMATS: dict[str, Format] = {
         (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
-UNSET = (
-    "has no threshold ({:g}), which training had not set when it was saved: every positive pre-activation fires, not "
-    "{} in a row; train it on by --init, or take a later checkpoint"
-)
 # What entries of damaged files raise where they are used.
 DAMAGE = (RuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
@@ -224,28 +206,45 @@ def stand_in(saved: SavedSAE, name: str) -> SavedSAE | None:
     return None if form.lacks(clipped) else clipped
 
 
+class Found(NamedTuple):
+    """An SAE among files."""
+
+    name: str  # of its format
+    files: list[str]  # the weights last
+
+
+def among(paths: Iterable[str]) -> dict[str, Found]:
+    """The SAEs among files, by folder, or by their file of weights where a folder has one for each layer."""
+    folders: dict[PurePosixPath, list[str]] = {}  # the files in each, and in the folders in it
+    for path in map(PurePosixPath, paths):
+        for folder in [*path.parents][:2]:
+            folders.setdefault(folder, []).append(str(path.relative_to(folder)))
+    found = {}
+    for folder, names in sorted(folders.items()):
+        for name, form in FORMATS.items():
+            matches = [common.matching(names, pattern) for pattern in form.files]
+            if not all(matches):
+                continue
+            *others, weights = [[str(folder / each) for each in same] for same in matches]
+            others.append([str(folder / each) for each in common.matching(names, form.optional)])
+            for own in weights:
+                found[own if form.by_layer else str(folder)] = Found(name, [*chain(*others), own])
+            break
+    return found
+
+
 def recognise(path: Path) -> str | None:
-    """The format of a folder, or of one of several layers' files in it, if known."""
-    return format_of(_files_in(path), path.name if path.is_file() else None)
+    """The format of the SAEs in a folder, or of one of several layers' files in it, if known."""
+    return next((each.name for each in _found(path).values()), None)
 
 
-def _files_in(path: Path) -> set[str]:
-    """The files of known formats in a folder, or in a file's folder."""
+def _found(path: Path) -> dict[str, Found]:
+    """The SAEs in a folder, by path from there, or in one of several layers' files."""
     folder = path.parent if path.is_file() else path
     patterns = {pattern for form in FORMATS.values() for pattern in form.files}
     matches = {match for pattern in patterns for match in folder.glob(pattern)}
-    return {match.relative_to(folder).as_posix() for match in matches if match.is_file()}
-
-
-def format_of(names: Iterable[str], file: str | None = None) -> str | None:
-    """The format whose files are all among these; a `file` must be one of several layers'."""
-    names = set(names)
-    for name, form in FORMATS.items():
-        if not all(matching(names, pattern) for pattern in form.files):
-            continue
-        if file is None or (form.by_layer and matching([file], form.files[-1])):
-            return name
-    return None
+    found = among(match.relative_to(folder).as_posix() for match in matches if match.is_file())
+    return {key: own for key, own in found.items() if path.is_dir() or key == path.name}
 
 
 def known_files() -> str:
@@ -256,15 +255,18 @@ def load(
     path: Path, row_scale: float | None = None, processing: Mapping[str, Any] | None = None
 ) -> SavedSAE:
     """Read the SAE in a folder, or in one of several layers' files; a registry may say what a file lacks."""
-    name = recognise(path)
-    if name is None:
+    found = _found(path)
+    if len(found) > 1:
+        raise FormatError(f"{path} holds {len(found)} SAEs: name one, such as {path / min(found)}")
+    if not found:
         got = "no folder"
         if path.is_dir():
             names = sorted(entry.name for entry in path.iterdir())
             got = ", ".join(names[:8]) or "an empty folder"
         raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {got}")
+    ((name, files),) = found.values()
     form = FORMATS[name]
-    weights = path if path.is_file() else path / form.among(_files_in(path), str(path))[-1]
+    weights = path if path.is_file() else path / files[-1]
     path = weights if form.by_layer else path
     try:
         saved = form.load(path)
@@ -290,7 +292,10 @@ def load(
     if isinstance(saved.sae.activation, BatchTopK) and name != "native":
         threshold = saved.sae.activation_parameters["threshold"].item()
         if threshold <= 0:
-            unset = UNSET.format(threshold, saved.sae.k)
+            unset = (
+                f"has no threshold ({threshold:g}), which training had not set when it was saved: every positive "
+                f"pre-activation fires, not {saved.sae.k} in a row; train it on by --init, or take a later checkpoint"
+            )
             return replace(saved, remarks=(*saved.remarks, unset))
     return saved
 
