@@ -194,27 +194,31 @@ def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "Mo
 
 def model_of(
     saes: Sequence[Hooked],
-    name: "str | ModelSource | None",
+    model: "ModelLike | ModelSource | None",
     listener: Listener,
     revision: str | None = None,
+    tokenizer: Any = None,
 ) -> "ModelSource":
     """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
     loads no weights."""
     recorded = {sae.models[0] for sae in saes}
-    if name is None and len(recorded) == 1:
-        (name,) = recorded
-        if name is not None and revision is not None:
-            name = name.partition("@")[0]
-    if name is None:
+    wanted: Any = model
+    if tokenizer is not None or isinstance(model, torch.nn.Module):
+        wanted = model_given(model, tokenizer)
+    if wanted is None and len(recorded) == 1:
+        (wanted,) = recorded
+        if wanted is not None and revision is not None:
+            wanted = wanted.partition("@")[0]
+    if wanted is None:
         raise ConfigError(
             "--model is needed: expected one model in the files of "
             f"{' and '.join(sae.name for sae in saes)}, got "
             f"{' and '.join(sorted(spec or 'none' for spec in recorded))}; name it with --model"
         )
-    source = source_of(name, {f"{name}@{revision}"} if revision else recorded)
+    source = source_of(wanted, {f"{wanted}@{revision}"} if revision else recorded)
     for sae in saes:
         sae.check(source.d_model, source.layers, source.name)
-        if sae.models[0] not in (None, name, source.id, source.spec):
+        if sae.models[0] not in (None, wanted, source.id, source.spec):
             listener.warn(
                 f"{sae.name} was trained on activations of {sae.models[0]}, and is used in {source.spec}"
             )

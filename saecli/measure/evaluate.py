@@ -11,14 +11,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from ..base.console import Listener, listening
-from ..base.errors import (
-    ConfigError,
-    ModelError,
-    SaeError,
-    counted,
-    demand_at_least,
-    one_line,
-)
+from ..base.errors import ConfigError, ModelError, SaeError, counted, demand_at_least, one_line
 from ..base.home import Home
 from ..base.machine import is_out_of_memory
 from ..extract.options import HookPoint
@@ -199,7 +192,7 @@ def own_models(measured: Measured, device: torch.device) -> list[str]:
     from ..extract.model_source import demand_here, find_model
 
     names = stored_models(measured)
-    if any("loaded" in store.meta.source for store in measured.stores.all):
+    if names and any("loaded" in store.meta.source for store in measured.stores.all):
         raise ModelError(f"{measured.rows.name} came from a loaded model; --model names its file")
     for name in names:
         demand_here(name)
@@ -334,10 +327,8 @@ def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) 
     groups = []
     for members in by_rows(measured_saes):
         first = measured_saes[members[0]]
-        if model is not True:
-            groups.append((members, check_model(first, model)))
-        elif stored_models(first):
-            groups.append((members, check_model(first, own_models(first, device))))
+        if own := own_models(first, device) if model is True else model:
+            groups.append((members, check_model(first, own)))
     models: dict[str, Passes] = {}
     splices = []
     for members, pairs in groups:
@@ -347,8 +338,7 @@ def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) 
             if source.spec not in models:
                 models[source.spec] = Passes(LanguageModel(source, device, head="any"))
             origin = rows.store.meta.source
-            reason = unlike(models[source.spec].model, origin)
-            if reason:
+            if reason := unlike(models[source.spec].model, origin):
                 listener.warn(f"{rows.name} {reason}")
             points.append(HookPoint.of(origin, specs.index(source.spec)))
         reads = writes = tuple(points)
@@ -427,31 +417,32 @@ class FeatureScores:
         }
 
 
-def why_noisy(measured: Measured) -> str | None:
-    """A sentence if a store's rows are too few, or of too few documents, for measures to hold for others."""
-    if not measured.rows.inputs:
-        return None
-    rows, documents = measured.of_store, None
-    if "document" in rows.store.meta.columns:
-        documents = len({int(one) for part in rows.column("document", READ) for one in part})
-    if rows.rows >= FEW_ROWS and documents != 1:
-        return None
-    of = "" if documents is None else f" of {counted(documents, 'document')}"
-    return f"figures on {counted(rows.rows, 'row')}{of} are noise: other rows would give other figures; store more"
-
-
 def note_doubts(
     documents: Sequence[dict[str, Any]], measured_saes: Sequence[Measured], listener: Listener
 ) -> None:
-    """Warn about SAEs with doubtful measures; see `metrics.doubts`."""
+    """Warn about stores with too few rows, or of one document, and about doubtful measures; see `metrics.doubts`."""
     for members in by_rows(measured_saes):
-        if reason := why_noisy(measured_saes[members[0]]):
-            listener.note(f"{measured_saes[members[0]].rows.name}: warning: {reason}")
+        if measured_saes[members[0]].rows.inputs:
+            _note_if_noisy(measured_saes[members[0]].of_store, listener)
     for measured, document in zip(measured_saes, documents, strict=True):
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()
         if sentences:
             rows = counted(document["rows"], "row")
             listener.note(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")
+
+
+def _note_if_noisy(rows: Rows, listener: Listener) -> None:
+    documents = set[int]()
+    for part in rows.column("document", READ) if "document" in rows.store.meta.columns else ():
+        documents.update(part.tolist())
+        if len(documents) > 1:  # those of few rows are all in the first part
+            break
+    if rows.rows < FEW_ROWS or len(documents) == 1:
+        of = f" of {counted(len(documents), 'document')}" if documents else ""
+        listener.note(
+            f"{rows.name}: warning: figures on {counted(rows.rows, 'row')}{of} are noise: others give quite others; "
+            "store more"
+        )
 
 
 def together(

@@ -8,9 +8,7 @@ A latent has a label by hand, a text, or labels by kind, in the order in which o
 others; by a language model; or a rule's; the latter two if a balanced accuracy is high enough (`SHOWN_ABOVE`).
 """
 
-import gzip
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, Literal, get_args
 from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
 from ..base.files import to_json, write_json
+from ..extract.readers import TextFile
 
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
@@ -101,7 +100,7 @@ class Explanation:
 
 
 def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
-    """The labels in a file of Neuronpedia's, or in all files of a folder: JSON or JSON lines, also with .gz.
+    """The labels in a file of Neuronpedia's, or in all files of a folder, each of one of `TEXT_FORMATS`.
 
     Entries are `{"index": "12", "description": "..."}`. Of several labels of a latent the first counts. FormatError if
     the entries are others, or of another SAE.
@@ -109,19 +108,16 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
     labels: dict[int, Label] = {}
     try:
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            content = file.read_bytes()
-            if file.suffix == ".gz":
-                content = gzip.decompress(content)
-            if ".jsonl" in file.suffixes:
-                lines = [line for line in content.splitlines() if line.strip()]
-                content = b"[" + b",".join(lines) + b"]"
-            for entry in parse_json(content, list[Explanation]):
+            for row in TextFile(str(file)).rows("", None):
+                if isinstance(row.value, Exception):
+                    raise row.value
+                entry = parse_json(to_json(row.value), Explanation)
                 latent = _latent(entry.index, d_sae)
                 if text := (entry.description or "").strip():
                     labels.setdefault(latent, Label(text))
         if not labels:
             raise ValueError("it holds no label")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, ValueError) as error:
         raise FormatError(
             f"cannot read {path}: {one_line(error)}; expected Neuronpedia's entries with index and description, as "
             "JSON or JSON lines (.jsonl), of this SAE; name its own file with --labels"

@@ -40,15 +40,7 @@ from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint, last_layer, place_given
-from ..extract.splice import (
-    Hooked,
-    ModelLike,
-    TextWindow,
-    hooked,
-    model_given,
-    model_of,
-    stored_activations,
-)
+from ..extract.splice import Hooked, ModelLike, TextWindow, hooked, model_of, stored_activations
 from ..extract.tokenizer import affixes, text_ids
 from ..sae.library import SAELike, open_sae
 from .measured import codes_of
@@ -113,7 +105,7 @@ def probe(
     place = place_given(layer, site, module)
     probed = [hooked(each, *place) for each in opened]
     _check(probed, k)
-    source = model_of(probed, model_given(model, tokenizer), listener)
+    source = model_of(probed, model, listener, tokenizer=tokenizer)
     labelled_sets = Sets()
     names = labelled_sets.chosen(sets)
     context = context or min(CONTEXT, source.positions or CONTEXT)

@@ -23,15 +23,7 @@ from ..base.errors import ConfigError, demand_at_least, demand_text, unknown_cho
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
-from ..extract.splice import (
-    Hooked,
-    ModelLike,
-    TextWindow,
-    hooked,
-    model_given,
-    model_of,
-    stored_activations,
-)
+from ..extract.splice import Hooked, ModelLike, TextWindow, hooked, model_of, stored_activations
 from ..extract.texts import Document
 from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters, repeated
 from ..extract.windows import Window, Windows
@@ -207,7 +199,7 @@ def read(
     if not isinstance(latents, str | None):
         chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name)
     labels = shown_labels(opened[0].folder, sae_at.sae.d_sae)
-    source = model_of([sae_at], model_given(model, tokenizer), listener)
+    source = model_of([sae_at], model, listener, tokenizer=tokenizer)
     loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
     reader = _Reader(sae_at, loaded)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]

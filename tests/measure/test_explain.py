@@ -308,7 +308,7 @@ def test_labels_of_neuronpedia_are_read(sae: CommandLine, name: str, packed: str
 BAD_FILES = {
     "words.json": ("words", "cannot read"),
     "empty.json": ("[]", "expected Neuronpedia's entries with index and description"),
-    "dictionary.json": ("{}", "expected a valid array, got {}"),
+    "dictionary.json": ("{}", "index: Field required"),
     "none.jsonl": ("\n", "it holds no label"),
     "silent.json": ('[{"index": 1, "description": " "}]', "it holds no label"),
     "half.jsonl": ('{"index": "1.5", "description": "a"}', "expected latents 0 to 12"),
