@@ -80,7 +80,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
     if not isinstance(sae.activation, Relu):
         names |= THRESHOLD
     path = folder / f"layer_{saved.origin['layer']}.safetensors"
-    common.write_tensors(path, common.disassembled(sae, names), common.header_of(sae))
+    common.write_sae(path, sae, names)
     return saved.origin["layer"], in_common(saved)
 
 

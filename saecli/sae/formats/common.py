@@ -211,11 +211,6 @@ def metric_of(sae: SAE) -> dict[str, Any]:
     return {} if sae.scale is None else {"scale": sae.scale.tolist()}
 
 
-def header_of(sae: SAE) -> dict[str, str] | None:
-    """The header of another library's safetensors file, which that ignores; of one entry, as their order varies."""
-    return None if sae.scale is None else {"saecli": to_json(metric_of(sae))}
-
-
 def take_metric(sae: SAE, entry: str | bytes) -> None:
     """Give an SAE the scales in a JSON object, if any; ValueError unless they are positive, one per dimension."""
     scale = parse_json(entry, Metric).scale
@@ -337,6 +332,12 @@ def write_tensors(
                 number = int(match[1])
                 raise OSError(number, os.strerror(number), str(path)) from error
             raise OSError(f"cannot write {path}: {one_line(error)}") from error
+
+
+def write_sae(path: Path, sae: SAE, names: Mapping[str, str], subtracts: bool = False) -> None:
+    """Write an SAE by another library's names; its metric is the header's one entry, as several change their order."""
+    header = None if sae.scale is None else {"saecli": to_json(metric_of(sae))}
+    write_tensors(path, disassembled(sae, names, subtracts), header)
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:

@@ -177,8 +177,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     names = common.PLAIN | common.SKIP
     if not isinstance(sae.activation, Relu):
         names |= common.THRESHOLD
-    tensors = common.disassembled(sae, names)
-    common.write_tensors(folder / SAELENS_WEIGHTS, tensors, common.header_of(sae))
+    common.write_sae(folder / SAELENS_WEIGHTS, sae, names)
 
 
 SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
@@ -223,8 +222,7 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
         },
     )
     names = SPARSIFY_NAMES | common.SKIP
-    tensors = common.disassembled(sae, names, subtracts=not saved.is_transcoder)
-    common.write_tensors(folder / SPARSIFY_WEIGHTS, tensors, common.header_of(sae))
+    common.write_sae(folder / SPARSIFY_WEIGHTS, sae, names, subtracts=not saved.is_transcoder)
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
