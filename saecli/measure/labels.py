@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
 from ..base.files import to_json, write_json
-from ..extract.readers import TextFile
+from ..extract.readers import json_entries
 
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
@@ -100,7 +100,7 @@ class Explanation:
 
 
 def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
-    """The labels in a file of Neuronpedia's, or in all files of a folder, each of one of `TEXT_FORMATS`.
+    """The labels in a file of Neuronpedia's, or in all files of a folder: JSON or JSON lines, also compressed.
 
     Entries are `{"index": "12", "description": "..."}`. Of several labels of a latent the first counts. FormatError if
     the entries are others, or of another SAE.
@@ -108,16 +108,16 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
     labels: dict[int, Label] = {}
     try:
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            for row in TextFile(str(file)).rows("", None):
-                if isinstance(row.value, Exception):
-                    raise row.value
-                entry = parse_json(to_json(row.value), Explanation)
+            for _, row in json_entries(file, "description"):
+                if isinstance(row, Exception):
+                    raise row
+                entry = parse_json(to_json(row), Explanation)
                 latent = _latent(entry.index, d_sae)
                 if text := (entry.description or "").strip():
                     labels.setdefault(latent, Label(text))
         if not labels:
             raise ValueError("it holds no label")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
             f"cannot read {path}: {one_line(error)}; expected Neuronpedia's entries with index and description, as "
             "JSON or JSON lines (.jsonl), of this SAE; name its own file with --labels"
