@@ -16,8 +16,7 @@ arXiv:2501.17727 (random weights; shuffled rows are a simpler relative of its co
 Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,8 @@ import torch
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_run
-from ..base.errors import ConfigError, RunError, TrainingError, one_line
+from ..base.errors import ConfigError, RunError, TrainingError
 from ..base.home import Home
-from ..base.machine import is_out_of_memory
 from ..extract.splice import spec_of, stored_activations, stored_windows
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
@@ -44,7 +42,7 @@ from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
 from ..train.runs import reopen_run
 from ..train.training import Record, start_training
-from .evaluate import check_model, check_tokens, evaluate_all
+from .evaluate import check_model, check_tokens, evaluate_all, noted
 from .measured import Measured
 
 if TYPE_CHECKING:
@@ -146,16 +144,6 @@ class _Work:
     listener: Listener
     notes: list[str]  # sentences on controls that are left out; grows
 
-    @contextmanager
-    def left_out_if_it_fails(self, control: str) -> Iterator[None]:
-        """A note instead of an error if a training diverged or lacks memory."""
-        try:
-            yield
-        except Exception as error:  # a lack of memory has no type of its own
-            if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
-                raise
-            self.notes.append(f"{control} left out: {one_line(error)}")
-
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[_Line]:
         measured = [self.run]
         if getattr(self.plan.solver, "tied", False):
@@ -168,7 +156,7 @@ class _Work:
             solver = self.plan.solver
             if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for it is to train it
                 solver = Sgd()
-            with self.left_out_if_it_fails(control):
+            with noted(control, self.notes.append, kind=TrainingError):
                 plan = replace(self.plan, solver=solver, held=held)
                 measured.append(self._trained(control, plan))
         return self._lines(measured, model, tokens)
@@ -177,7 +165,7 @@ class _Work:
         """The run's training on rows in place of its own; with mcc by the directions of its own."""
         kept_out = self.plan.kept_out
         sources = [self.plan.train_rows, self.run.rows, *([kept_out] if kept_out else [])]
-        with self.left_out_if_it_fails(control):
+        with noted(control, self.notes.append, kind=TrainingError):
             train, test, *others = replaced(sources)
             plan = replace(self.plan, train_rows=train, kept_out=others[0] if others else None)
             sae = self._trained(control, plan)

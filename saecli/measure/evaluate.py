@@ -167,12 +167,14 @@ def check_tokens(tokens: int | None, model: Any) -> None:
 
 
 @contextmanager
-def noted(what: str, note: Callable[[str], object], can_do_without: bool = True) -> Iterator[None]:
-    """Turn an error of this tool, or for want of memory, into a note that there is no `what`, if one can do without."""
+def noted(
+    what: str, note: Callable[[str], object], can_do_without: bool = True, kind: type = SaeError
+) -> Iterator[None]:
+    """Turn an error of a kind, or for want of memory, into a note that there is no `what`, if one can do without."""
     try:
         yield
-    except (SaeError, MemoryError, RuntimeError) as error:
-        if not can_do_without or not (isinstance(error, SaeError) or is_out_of_memory(error)):
+    except (SaeError, MemoryError, RuntimeError, OSError) as error:
+        if not can_do_without or not (isinstance(error, kind) or is_out_of_memory(error)):
             raise
         note(f"without {what}: {one_line(error)}")
 

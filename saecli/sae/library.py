@@ -22,7 +22,7 @@ from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
 from .formats.common import ORIGIN
-from .hub import Address, Registered, fetch, registered, registry_hint
+from .hub import Address, fetch, registered, registry_hint
 
 # An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
 SAELike = SAE | str | Path | None
@@ -206,7 +206,10 @@ def find_subject(home: Home, text: str | None, listener: Listener) -> Subject:
     if folder.exists():
         formats.load(folder)  # raises, with the files expected
     if listed := registered(text):
-        return _listed(text, listed, listener)
+        listener.note(f"{text} is {listed.address} on the hub")
+        name, folder = fetch(listed.address, listener)
+        scale, processing = listed.row_scale, listed.processing
+        return Subject(name, folder, registered=text, row_scale=scale, processing=processing)
     if address is not None:
         try:
             return Subject(*fetch(address, listener))
@@ -216,14 +219,6 @@ def find_subject(home: Home, text: str | None, listener: Listener) -> Subject:
             ) from error
     instead = home.runs.instead_of(text)
     raise RunError(f"there is no run and no folder named {text!r}; {instead}{registry_hint(text)}")
-
-
-def _listed(text: str, listed: Registered, listener: Listener) -> Subject:
-    """An SAE in SAELens' registry, fetched from the hub."""
-    listener.note(f"{text} is {listed.address} on the hub")
-    name, folder = fetch(listed.address, listener)
-    scale, processing = listed.row_scale, listed.processing
-    return Subject(name, folder, registered=text, row_scale=scale, processing=processing)
 
 
 def _run(folder: Path, name: str) -> Subject:

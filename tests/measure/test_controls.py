@@ -239,4 +239,4 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
         monkeypatch.setattr("saecli.measure.controls.shuffled", lacking)
         document = saecli.controls("plain", home=sae.home)
         assert [line["control"] for line in document["controls"]] == NAMES[:3]
-        assert document["notes"] == [f"shuffled rows left out: {words}"]
+        assert document["notes"] == [f"without shuffled rows: {words}"]
