@@ -32,6 +32,7 @@ from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.opening import Joined
 from ..store.reader import Rows
 from ..store.split import Which
+from ..train.plan import few_documents
 from ..train.rows import ArrayLike
 from .hook_points import places_document
 from .labels import shown_labels
@@ -422,29 +423,21 @@ class FeatureScores:
 def note_doubts(
     documents: Sequence[dict[str, Any]], measured_saes: Sequence[Measured], listener: Listener
 ) -> None:
-    """Warn about stores with too few rows, or of one document, and about doubtful measures; see `metrics.doubts`."""
+    """Warn about rows too few, or of too few documents, and about doubtful measures; see `metrics.doubts`."""
     for members in by_rows(measured_saes):
-        if measured_saes[members[0]].rows.inputs:
-            _note_if_noisy(measured_saes[members[0]].of_store, listener)
+        measured_on = measured_saes[members[0]].rows
+        few = few_documents(measured_on)
+        if few or (measured_on.inputs and measured_on.rows < FEW_ROWS):
+            of = f" of {counted(few, 'document')}" if few else ""
+            listener.note(
+                f"{measured_on.name}: warning: figures on {counted(measured_on.rows, 'row')}{of} are noise: others "
+                "give quite others; store more"
+            )
     for measured, document in zip(measured_saes, documents, strict=True):
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()
         if sentences:
             rows = counted(document["rows"], "row")
             listener.note(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")
-
-
-def _note_if_noisy(rows: Rows, listener: Listener) -> None:
-    documents = set[int]()
-    for part in rows.column("document", READ) if "document" in rows.store.meta.columns else ():
-        documents.update(part.tolist())
-        if len(documents) > 1:  # those of few rows are all in the first part
-            break
-    if rows.rows < FEW_ROWS or len(documents) == 1:
-        of = f" of {counted(len(documents), 'document')}" if documents else ""
-        listener.note(
-            f"{rows.name}: warning: figures on {counted(rows.rows, 'row')}{of} are noise: others give quite others; "
-            "store more"
-        )
 
 
 def together(

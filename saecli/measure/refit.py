@@ -185,7 +185,9 @@ def refit_run(
     """
     home, listener = chosen_rows.home, chosen_rows.listener
     before = chosen_rows.with_sae(run)
-    folder = home.runs.path / checked_name(name or default_name(before.subject.name))
+    source = before.subject.name  # a run, a path, or an address on the hub
+    path = Path(source if Path(source).exists() else source.partition("@")[0])
+    folder = home.runs.path / checked_name(name or f"refit-{path.resolve().name or 'sae'}")
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
     if model is not None:
@@ -251,12 +253,6 @@ def _save(after: Measured, folder: Path, source: str, created: str, result: dict
     with folder_appearing_whole(folder) as temporary:
         save_native(after.saved, temporary)
         write_json(temporary / RUN_MARKER, document)
-
-
-def default_name(source: str) -> str:
-    """The name of the run refitted from a source: a run's name, a path, or an address on the hub."""
-    path = source if Path(source).exists() else source.partition("@")[0]
-    return f"refit-{Path(path).resolve().name or 'sae'}"
 
 
 def _training_rows(measured: Measured) -> RowSource:

@@ -115,14 +115,15 @@ def test_runs_make_one_table_sparsest_first(sae: CommandLine):
 @pytest.mark.parametrize(
     ("rows", "documents", "said"),
     [
-        (53, 20, "figures on 53 rows of 20 documents are noise"),
+        (53, 20, "figures on 53 rows are noise"),
         (300, 1, "figures on 300 rows of 1 document are noise"),
+        (300, 4, "figures on 300 rows of 4 documents are noise"),
         (99, None, "figures on 99 rows are noise"),
         (300, 20, ""),
         (300, None, ""),
     ],
 )
-def test_figures_of_few_rows_or_of_one_document_are_called_noise(
+def test_figures_of_few_rows_or_documents_are_called_noise(
     sae: CommandLine, rows: int, documents: int | None, said: str
 ):
     columns = {}
