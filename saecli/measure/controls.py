@@ -126,7 +126,7 @@ def _original(
             "another"
         )
     plan = reopen_run(home, subject.path, document, listener, "make controls of").plan
-    assert plan.test_rows is not None  # those of a store
+    assert plan.test_rows is not None  # a run's, which has a store
     saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
     training = replace(plan.training, device=device)
     measured = Measured(subject, saved, plan.test_rows)

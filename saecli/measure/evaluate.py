@@ -116,7 +116,7 @@ def evaluate(
     Args:
         sae: an SAE, a run's name or whatever else `load_sae` takes, or a list of them; None for the newest run.
         data: a store or its name in the home, read at `split`; or rows chosen from a store, or rows in memory (N, D),
-            all of which are measured; None for the store that the run was trained on, else the newest.
+            which are all measured; None for the store that the run was trained on, else the newest.
         target: the targets of a transcoder: a store's name next to another's, or for rows in memory an array (N, E);
             None for the store that the run was trained on.
         split: test, the rows held out; train, those trained on; or all.
@@ -271,7 +271,7 @@ class _Splice:
     def effects(
         self, tokens: int, listener: Listener, source: int | None = None
     ) -> Iterable[dict[str, Any]]:
-        """For each SAE, the effects on the rows, or on those of one source of a mixture."""
+        """For each SAE, the effects on all rows, or on one source's of a mixture."""
         from ..extract.passes import ZERO_TOKENS, effects
 
         rows = self.saes[0].of_store
@@ -297,7 +297,7 @@ class _Splice:
     def add_effects(
         self, documents: Sequence[dict[str, Any]], tokens: int | None, listener: Listener
     ) -> None:
-        """Add the effects on all rows, and on those of each source, to the SAEs' documents."""
+        """Add the effects on all rows, and on each source's, to the SAEs' documents."""
         # So that several SAEs take about the time of one, but for `LEAST_TOKENS`: a splice costs about as much as the
         # clean pass, which they share.
         wanted = tokens or max(LEAST_TOKENS, 2 * TOKENS // (1 + len(self.members)))

@@ -254,7 +254,7 @@ class ChosenRows:
         return Measured(subject, saved, rows)
 
     def with_all(self, saes: Sequence[SAELike], of_set: bool = False) -> list[Measured]:
-        """Each SAE, or the newest run if there are none; those of a set have rows of their own."""
+        """Each SAE, or the newest run if there are none; in a set each has rows of its own."""
         opened = [self.with_sae(sae) for sae in saes or [None]]
         if not of_set and len(by_rows(opened)) > 1:
             self.listener.warn(

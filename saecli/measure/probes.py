@@ -302,7 +302,7 @@ class LastTokens:
         return x
 
     def _window(self, text: str) -> TextWindow:
-        """A text's last tokens, of which only the last is read."""
+        """A text's last tokens; only the last is read."""
         encoded, _ = text_ids(self._model.tokenizer, text, self._affixes.prefix)
         if not encoded:
             raise ModelError(

@@ -176,7 +176,7 @@ class Dictionary(Module, ABC):
 
     @property
     def normalisation(self) -> Normalisation:
-        """The metric of its training; if unknown that of raw rows."""
+        """The metric of its training; if unknown raw rows'."""
         ones = self.b_dec.new_ones(self.d_in + self.d_out)
         scale = ones if self.scale is None else self.scale
         return Normalisation(torch.zeros_like(ones), scale, torch.tensor(torch.nan), self.d_in)

@@ -29,7 +29,7 @@ _PAGE = re.compile(
     rf"/(?!(?:datasets|spaces)/)({_PART}/{_PART})"
     r"(?:/(?:tree|blob|resolve|raw)/(refs/pr/\d+|[^/]+)(?:/(.*?))?)?/?"
 )
-HOSTS = ("huggingface.co", "hf.co")  # and that of HF_ENDPOINT
+HOSTS = ("huggingface.co", "hf.co")  # and HF_ENDPOINT's
 SHOWN = 8  # folders that a message lists
 
 

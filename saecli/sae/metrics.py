@@ -20,7 +20,7 @@ from .dictionary import Batch, Dictionary
 
 Watch = Callable[[Codes], None]
 Massive = Callable[[Tensor], Tensor]  # of rows, (B, E), those of massive norm, (B,) bool
-MASSIVE_VARIANCE = 0.05  # fraction of the variance from which rows of massive norm are told
+MASSIVE_VARIANCE = 0.05  # fraction of the variance from which rows of massive norm are noted
 CPU = torch.device("cpu")
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
 

@@ -47,6 +47,6 @@ class Normalisation:
 
     @property
     def metric(self) -> str:
-        """For tables: "training", or "raw" if FVU and cosines are those of raw targets."""
+        """For tables: "training", or "raw" if FVU and cosines are raw targets'."""
         low, high = self.target_scale.aminmax()
         return "raw" if high == low else "training"

@@ -283,9 +283,9 @@ def test_frequencies_are_of_the_runs_store_and_labels_of_its_folder(sae: Command
         assert latent["label"] == f"label {latent['latent']}"
     assert document["latents"][0]["label"] in sae(*words).out
     labels.write_text('{"first": "label"}')
-    sae(*words).fails(1, "labels.json: first")
+    sae(*words).fails(1, "labels.json: expected latents 0 to 63")
     labels.unlink()
-    change_json(sae.home / "activations" / "docs" / "store.json", shards=[], complete=False)
+    change_json(sae.home / "activations" / "docs" / "store.json", shard_count=0, complete=False)
     for has_store in (True, False):  # one without rows yet, and none
         (latent, *_) = sae(*words, "--json").json["latents"]
         assert (latent["frequency"], latent["label"]) == (None, None)

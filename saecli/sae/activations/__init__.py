@@ -331,7 +331,7 @@ class MatchingPursuit(KeepsK):
         import torch
 
         chosen, parts = [], []
-        # With few latents all cosines cost less than those of the chosen.
+        # With few latents all cosines cost less than the chosen alone.
         all_cosines = len(directions) <= min(self.k, 4) * len(left)
         cosines = directions @ directions.T if all_cosines else None
         for _ in range(self.k):

@@ -153,7 +153,7 @@ class TargetL0(Penalty):
 
 
 def scaled_to(kept: int, pre: Tensor, thresholds: Tensor) -> Tensor:
-    """Thresholds, at least 0, times the factor that leaves so many entries of pre, (n, F), above them; where none does,
+    """Thresholds, at least 0, times the factor that leaves `kept` entries of pre, (n, F), above them; where none does,
     since more are above thresholds of 0, plus the amount that does."""
     import torch
 

@@ -91,7 +91,7 @@ def assemble(
     """An SAE of a file's tensors, by this tool's names, in at least float32; FormatError if anything does not fit.
 
     `subtracts`: whether the file's encoder subtracts `b_dec` from rows; `transcodes`: whether it may be a transcoder,
-    of any output width, with W_skip or without. Of a file's gates, see `GATED`, the encoder is made that of magnitudes.
+    of any output width, with W_skip or without. Of a file's gates, see `GATED`, the encoder becomes the magnitudes'.
     """
     tensors = dict(tensors)
     gated = "b_gate" in tensors
@@ -263,7 +263,7 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """An origin from another library's entries, without those of unexpected types, or negative."""
+    """An origin from another library's entries, without unexpected types and negative numbers."""
     origin: dict[str, Any] = {
         name: value
         for name, value in entries.items()

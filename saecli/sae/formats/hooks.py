@@ -76,7 +76,7 @@ class Family(NamedTuple):
     norm: str  # name of its module
     offset: float = 0.0  # added to its weight
     layer_norm: bool = False  # else RMSNorm
-    sites: dict[str, str] = WITHOUT_SECOND_NORM  # by others' names, besides those of all models
+    sites: dict[str, str] = WITHOUT_SECOND_NORM  # by others' names, besides the names in all models
 
 
 # Not where values have a bias, which TransformerLens' `fold_value_biases` moves out of hook_z.
