@@ -292,12 +292,13 @@ class SgdSolver(Solver):
         return Coupled(initial.sae(), 1.0, None, task.B) if config.tied else initial.sae()
 
     def step(self, batch: Batch) -> StepReport:
-        report = super().step(batch)
+        # Before it, so that a step follows where a text ends early too.
         enough = min(self.task.rows, REVIVAL_ROWS * self.dictionary.d_sae)
         if self.steps % self._between == 0 and self._seen >= enough:
             fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
             self.revive(fired, min(self._seen, self.task.rows))
             self._forget_firing()
+        report = super().step(batch)
         if self.steps % self.task.batches == 0:
             self.hold_encoder()
         return report

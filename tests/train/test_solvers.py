@@ -338,6 +338,14 @@ def test_sgd_waits_for_two_rows_per_latent_whatever_the_batch():
     assert firing(solver, data).all() and solver.revived == len(DEAD)
 
 
+def test_a_step_follows_each_revival_of_sgd():
+    data = sparse_mixture()
+    solver = started(Sgd(), data, Relu(), steps=40)
+    kill(solver)
+    revived = [solver.revived for _ in range(8) if solver.step(Batch.of(data.x))]
+    assert revived == [0, 0, *[len(DEAD)] * 6]  # looked for after 2 steps: a text may end there
+
+
 def test_revival_leaves_latents_that_fire_as_they_are():
     data = sparse_mixture()
     alive = [latent for latent in range(F) if latent not in DEAD]
