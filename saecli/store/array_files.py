@@ -24,6 +24,7 @@ from .arrays import (
     format_of,
     list_arrays,
     naming,
+    of_numpy,
     shards_of,
 )
 from .options import ImportConfig
@@ -132,7 +133,16 @@ def _part(
     others = opened()
     rows = others.pop("rows")
     shape = _row_shape(rows, name, config, [other.shape for other in others.values()])
-    per_row = [column for column, other in others.items() if other.shape == shape[:-1]]
+
+    def fitting() -> dict[str, Array]:
+        """With a mask of the same positions in their axes."""
+        arrays, mask = opened(), others.get("mask")
+        if mask is not None and _is_of(mask.shape, shape[:-1]):
+            values = np.asarray(arrays["mask"].read(slice(None)))
+            arrays["mask"] = of_numpy(values.reshape(shape[:-1]))
+        return arrays
+
+    per_row = [name for name, each in fitting().items() if each.shape == shape[:-1]]
     if config.mask and "mask" not in per_row:
         got = f"shape {others['mask'].shape}" if "mask" in others else "none of this name"
         raise FormatError(
@@ -142,7 +152,7 @@ def _part(
     # An allocator need not refuse what a file claims.
     to_fit = f"one row or document of its shape, {rows.shape}, is as large; check the shape"
     check_memory(name, 4 * math.prod(rows.shape[1:]), to_fit)
-    return Part(name, shape, rows.dtype, opened, tuple(per_row))
+    return Part(name, shape, rows.dtype, fitting, tuple(per_row))
 
 
 def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
@@ -152,11 +162,17 @@ def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
         if name in keys or own_name in TOKEN_IDS:
             continue
         array = arrays[name]()
-        if array.shape == part.shape[:-1]:
+        if _is_of(array.shape, part.shape[:-1]):
             values = np.asarray(array.read(slice(None)))
             if np.isin(values, (0, 1)).all() and not values.all():
                 return own_name
     return None
+
+
+def _is_of(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
+    """Whether an array has a value for each position, in their order: of their axes, but for some of 1, or in one."""
+    own, others = ([length for length in each if length > 1] for each in (shape, positions))
+    return own == others or (1 in (len(own), len(others)) and math.prod(own) == math.prod(others))
 
 
 def _opened(

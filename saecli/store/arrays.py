@@ -203,7 +203,7 @@ def demand_rows(dtype: str, subject: str) -> None:
         )
 
 
-def _of_numpy(values: np.ndarray) -> Array:
+def of_numpy(values: np.ndarray) -> Array:
     return Array(values.shape, values.dtype.name, values.__getitem__)
 
 
@@ -224,14 +224,14 @@ def _list_numpy(path: Path, _: ImportConfig) -> Arrays:
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-            return {"": lambda: _of_numpy(loaded)}
+            return {"": lambda: of_numpy(loaded)}
     with zipfile.ZipFile(path) as members:
         sizes = {member.filename: member.file_size for member in members.infolist()}
 
     def load(name: str) -> Array:
         check_memory(str(path), sizes[name])
         with np.load(path, allow_pickle=False) as archive:
-            return _of_numpy(archive[name])
+            return of_numpy(archive[name])
 
     return {name.removesuffix(".npy"): partial(load, name) for name in sizes}
 
@@ -331,7 +331,7 @@ def _list_idx(path: Path, _: ImportConfig) -> Arrays:
         size = math.prod(shape) * np.dtype(kind).itemsize
         check_memory(str(path), size)
         values = np.frombuffer(file.read(size), kind).reshape(shape)
-    return {"": lambda: replace(_of_numpy(values), flatten="features")}
+    return {"": lambda: replace(of_numpy(values), flatten="features")}
 
 
 def _list_raw(path: Path, config: ImportConfig) -> Arrays:

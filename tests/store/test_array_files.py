@@ -205,6 +205,18 @@ def test_a_mask_of_the_positions_is_not_taken_for_one_of_layers(tmp_path):
         np.testing.assert_array_equal(values["mask"].reshape(4, 4) > 0, mask)
 
 
+@pytest.mark.parametrize("shape", [(40, 9, 1), (40, 1, 1, 9), (360,)])
+@pytest.mark.parametrize("rows", [(40, 9, 6), (360, 6)])
+def test_masks_of_other_axes_are_of_the_same_positions(tmp_path, shape, rows):
+    path, home = tmp_path / "a.npz", tmp_path / "home"
+    np.savez(path, x=PADDED.reshape(rows), mask=MASK.reshape(shape))
+    options = {"key": "x", "home": home} | ({"flatten": "positions"} if len(rows) > 2 else {})
+    with pytest.warns(UserWarning, match="add --mask mask"):
+        saecli.import_array(path, "all", **options)
+    store = saecli.import_array(path, mask="mask", shard_rows=50, **options)
+    np.testing.assert_array_equal(rows_of(store), PADDED[MASK])
+
+
 def test_masks_of_batches_of_several_lengths_in_a_list(tmp_path):
     lengths = [9, 4, 7]
     batches = [
@@ -389,7 +401,7 @@ REFUSED = {
     "sparse": (lambda path: torch.save(torch.ones(3, 4).to_sparse(), path), "sparse_coo one"),
     "ragged": (lambda path: torch.save([*map(torch.ones, [(2, 3), (2, 4)])], path), "a.pt, 1 with"),
     "layers": (lambda path: torch.save((torch.ones(3, 4),) * 3, path), "has 3 arrays; choose by"),
-    "no tensors": (lambda path: torch.save([], path), "has 0 arrays"),
+    "no tensors": (lambda path: torch.save([], path), "expected arrays, got none"),
 }
 
 
@@ -451,7 +463,8 @@ def test_signalling_nans_are_dropped_as_others(tmp_path):
     rows = TOGETHER.copy()
     rows.view(np.uint32)[5, 2] = 0x7FA00000
     np.save(tmp_path / "a.npy", rows)
-    store = saecli.import_array(tmp_path / "a.npy", home=tmp_path / "home")
+    with pytest.warns(UserWarning, match="1 row left out, with numbers that are NaN"):
+        store = saecli.import_array(tmp_path / "a.npy", home=tmp_path / "home")
     assert (store.rows, store.meta.dropped) == (len(rows) - 1, {"nonfinite": 1})
 
 
