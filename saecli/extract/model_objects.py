@@ -19,11 +19,11 @@ from .options import MODEL_DTYPES
 
 @dataclass(frozen=True, eq=False)
 class LoadedSource(ModelSource):
-    """A loaded model; its content is the hash of its weights and configuration, and of its tokenizer."""
+    """A loaded model; its content is the hash of its state, configuration and tokenizer."""
 
     model: Any = None
     tokenizer: Any = None
-    state: str = ""  # hash of its weights alone
+    state: str = ""  # its `state_hash`
 
     @property
     def id(self) -> str:
@@ -109,8 +109,12 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
 
 @torch.no_grad()
 def state_hash(model: nn.Module) -> str:
-    """Hash of a model's weights."""
+    """Hash of a model's weights, and of which modules have hooks; those of transformers only take notes."""
     digest = sha256()
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                digest.update(f"hook of {name}".encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -238,8 +238,10 @@ def unlike(model: "LanguageModel", stored: Mapping[str, Any]) -> str | None:
     known, now = stored.get("weights"), source.content
     if recorded and not given:
         known, now = stored.get("state"), state_hash(model.model)
-    change = "with other weights" if recorded else "before its files changed"
-    return None if known in (None, now) else f"came from {spec} {change}: CE and KL may differ"
+    change = "with other weights or hooks" if recorded else "before its files changed"
+    return (
+        None if known in (None, now) else f"came from {spec} {change}: what it computes may differ"
+    )
 
 
 def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:

@@ -53,14 +53,37 @@ def test_an_edited_model_is_measured_itself_and_its_name_is_warned_of(
     layer = loaded["model"].model.layers[1]
     with torch.no_grad():
         assert_same_effects(measured, effects_by_hooks(loaded["model"], layer, windows, sae))
-    with pytest.warns(UserWarning, match="with other weights: CE and KL may differ"):
+    with pytest.warns(UserWarning, match="with other weights or hooks: what it computes"):
         other = saecli.evaluate(sae, "rows", **named, **home)
     assert other["kl"] < 0.9 * measured["kl"]
     unedited = opened(folder)
     saecli.extract(**unedited, name="rows-2", **options)
     assert saecli.evaluate(sae, "rows-2", **named, **home)["kl"] == other["kl"]
-    with pytest.warns(UserWarning, match="with other weights: CE and KL may differ"):
+    with pytest.warns(UserWarning, match="with other weights or hooks: what it computes"):
         saecli.evaluate(sae, "rows-2", **loaded, **home)
+
+
+def test_a_hooked_model_is_not_the_one_without(tmp_path: Path, options: dict[str, Any]):
+    loaded = opened(save_model(tmp_path / "model", "llama"))
+    sae = trained(saecli.extract(**loaded, name="rows", **options))
+    layer = loaded["model"].model.layers[0]
+    for hook in (
+        layer.register_forward_hook(lambda module, args, output: 1.5 * output),
+        layer.register_forward_pre_hook(lambda module, args: (1.5 * args[0], *args[1:])),
+    ):
+        with pytest.raises(saecli.SaeError, match="named 'rows' already, made from something else"):
+            saecli.extract(**loaded, name="rows", **options)
+        with pytest.warns(UserWarning, match="with other weights or hooks"):
+            saecli.evaluate(sae, "rows", **loaded, home=tmp_path)
+        hook.remove()
+    with torch.no_grad():  # hooks of transformers, which take notes, stay
+        loaded["model"](torch.arange(5)[None], output_hidden_states=True, output_attentions=True)
+    saecli.evaluate(sae, "rows", **loaded, home=tmp_path)
+    saecli.extract(**loaded, name="rows", **options)
+    with torch.no_grad():
+        loaded["model"].lm_head.weight.mul_(2)
+    reported = saecli.report(sae, tmp_path / "page", "rows", **loaded, home=tmp_path)
+    assert any("with other weights or hooks" in note for note in reported["notes"])
 
 
 def test_measures_of_a_loaded_model_are_those_of_its_name(tmp_path: Path, options: dict[str, Any]):

@@ -20,7 +20,7 @@ from ...base.errors import ConfigError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import Home
 from ...extract.options import HookPoint
-from ...extract.splice import ModelLike, model_given, source_of, spec_of
+from ...extract.splice import ModelLike, model_given, source_of, spec_of, unlike
 from ...measure.evaluate import evaluate_all, noted, own_models, stored_models
 from ...measure.hook_points import places_document
 from ...measure.labels import shown_labels
@@ -154,6 +154,9 @@ def _of_model(
             f"{place.d_model}; name the model that the rows came from"
         )
     loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
+    reason = unlike(loaded, source)
+    if reason:
+        notes.append(f"{predicted[last].name} {reason}")
     return TokenTexts(loaded.tokenizer), (Unembedding(loaded), columns)
 
 
