@@ -154,6 +154,8 @@ SEEN = {
     "_is_amx_tile_supported": "torch 2.13.0",
     "_indices": "torch 2.13.0; indices() sorts a gradient first",
     "_values": "torch 2.13.0",
+    "_forward_hooks": "torch 2.13.0, and since 0.1; nothing public says whether a module has hooks",
+    "_forward_pre_hooks": "torch 2.13.0, and since 0.2",
     "_exit": "Python's documentation has it",
     "_replace": "Python's documentation has it",
 }
