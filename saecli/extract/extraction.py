@@ -25,6 +25,7 @@ from ..store.opening import finished_store, note_when_stopped, warn_of, warn_of_
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.shard_writer import Admission
+from ..store.values import DTYPES
 from ..store.writer import StoreWriter, no_rows, ranked_store
 from .forward import CPU_TOKENS, Forward, fill, pass_tokens
 from .options import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .model_source import ModelSource
 
 BLOCK_WORK = 1 << 42  # parameters times tokens of a block on a CPU: half a minute on two cores
+BLOCK_BYTES = 1 << 32  # of its rows at all hook points
 
 ModelLike = str | torch.nn.Module  # a name, or a loaded model
 
@@ -228,8 +230,9 @@ class Extraction:
         if text.chat:
             self._read_chats()
         for model in models:
-            if model.source.note:
-                listener.warn(model.source.note)
+            note = model.source.note()
+            if note:
+                listener.warn(note)
         self.block_tokens = BLOCK_TOKENS
         if self.all.device.type != "cuda":  # where a large model's block takes minutes
             weights = (weight for model in models for weight in model.model.parameters())
@@ -264,6 +267,8 @@ class Extraction:
         mask = torch.ones_like(token_ids)
         points = [request.point for request in requests]
         widths = self.all.read(token_ids, mask, points, lambda rows: rows.shape[-1])
+        fitting = BLOCK_BYTES // (sum(widths) * DTYPES[config.dtype].storage.itemsize)
+        self.block_tokens = max(1, min(self.block_tokens, fitting))
         columns = [*TOKEN_COLUMNS]
         if self.text.chat:
             columns.append("role")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
 GPU_TOKENS = 1 << 14
-GATHERED_BYTES = 1 << 30  # of a block's rows on a GPU
 SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
 NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none will
 
@@ -81,10 +80,9 @@ class Forward:
             try:
                 parts = self._read([stored[number] for number in chosen], points)
                 if not gathered:
-                    gathered = self._gathering(int(ends[-1]), parts)
+                    gathered = [rows.new_empty(int(ends[-1]), rows.shape[1]) for rows in parts]
                 for all_rows, rows in zip(gathered, parts, strict=True):
-                    device = all_rows.device
-                    all_rows.index_copy_(0, moved(numbers, device), rows.to(device))
+                    all_rows.index_copy_(0, moved(numbers, rows.device), rows)
                 fits = True
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -97,15 +95,6 @@ class Forward:
                 self._halve(len(chosen), int(lengths[chosen[0]]))
         return dict(zip(points, map(_on_host, gathered), strict=True))
 
-    def _gathering(self, count: int, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Room for a block's rows at all hook points: on the models' devices, or if that is much on the host."""
-        total = sum(count * rows.shape[1] * rows.element_size() for rows in parts)
-        home = torch.device("cpu") if total > GATHERED_BYTES else None
-        return [
-            torch.empty(count, rows.shape[1], dtype=rows.dtype, device=home or rows.device)
-            for rows in parts
-        ]
-
     def _batch_windows(self, lengths: np.ndarray) -> int:
         """The number of windows of a batch, given descending lengths."""
         similar = int(np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right"))
@@ -116,15 +105,15 @@ class Forward:
         positions = moved(kept.flatten().nonzero()[:, 0], self._model.device)
 
         def take(activations: Tensor) -> Tensor:
-            own = positions.to(activations.device)  # of several models on several devices
-            return activations.flatten(0, 1).index_select(0, own).to(self._dtype)
+            own = positions.to(activations.device)
+            rows = activations.flatten(0, 1).index_select(0, own)
+            return rows.to(self._model.device, self._dtype)  # several models may be on several
 
         parts = self._model.read(token_ids, mask, points, take)
         if len(parts) > 1:
-            device = parts[0].device
-            finite = torch.stack([rows.isfinite().all(1).to(device) for rows in parts]).all(0)
+            finite = torch.stack([rows.isfinite().all(1) for rows in parts]).all(0)
             for rows in parts:
-                rows.masked_fill_(~finite[:, None].to(rows.device), torch.nan)
+                rows.masked_fill_(~finite[:, None], torch.nan)
         return parts
 
     def _halve(self, windows: int, longest: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,22 @@ class LoadedSource(ModelSource):
 
     model: Any = None
     tokenizer: Any = None
-    state: str = ""  # its `state_hash`
+
+    @cached_property
+    def state(self) -> str:
+        """See `state_hash`."""
+        return state_hash(self.model)
+
+    @cached_property
+    def content(self) -> str:
+        return hash_request(
+            {
+                "weights": self.state,
+                "config": self.config.to_json_string(),
+                "tokens": self.tokenizer.get_vocab(),
+                "template": self.tokenizer.chat_template,
+            }
+        )
 
     @property
     def id(self) -> str:
@@ -75,7 +91,6 @@ def loaded_sources(
 
 
 def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
-    """Cost: hashes the weights, about 1 GB/s."""
     text_config(model)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
@@ -94,28 +109,21 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
             "AutoTokenizer.from_pretrained returns"
         )
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-    state = state_hash(model)
-    content = hash_request(
-        {
-            "weights": state,
-            "config": model.config.to_json_string(),
-            "tokens": tokenizer.get_vocab(),
-            "template": tokenizer.chat_template,
-        }
-    )
-    given = {"model": model, "tokenizer": tokenizer, "state": state}
-    return LoadedSource(name, "", None, model.config, content, **given)
+    return LoadedSource(name, "", None, model.config, model=model, tokenizer=tokenizer)
 
 
 @torch.no_grad()
-def state_hash(model: nn.Module) -> str:
-    """Hash of a model's weights, and of which modules have hooks; those of transformers only take notes."""
+def state_hash(model: nn.Module, dtype: str | None = None) -> str:
+    """Hash of a model's weights, if given as they are in a dtype, and of which modules have hooks; those of transformers
+    only take notes. About 1 GB/s."""
     digest = sha256()
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
                 digest.update(f"hook of {name}".encode())
     for name, tensor in model.state_dict().items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(getattr(torch, dtype))
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -8,8 +8,9 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.constants import HF_HOME
 from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RevisionNotFoundError,
@@ -36,12 +38,15 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..base.devices import multiplies_bf16
 from ..base.errors import ConfigError, ModelError, causes, one_line
-from ..base.files import file_sha256
+from ..base.files import appearing_whole, file_sha256
 from ..base.machine import why_refused, why_unreachable
 from ..store.schema import hash_request
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
 GGUF = ".gguf"
+# Files in a model's folder that neither its weights nor its tokenizer are read from.
+UNREAD = re.compile(r"^\.|\.(md|py|h5|msgpack|onnx|ot|pt|pth|gguf)$")
+LARGE = 1 << 24  # bytes
 NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 # Of transformers: 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it.
@@ -65,8 +70,18 @@ class ModelSource:
     location: str  # a folder or file, or the id on the hub
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
-    content: str | None = None  # on the hub its commit, else a hash of its files; None if bundled
-    note: str | None = None  # what a user may not expect of its file
+    dated: str | None = None  # of a folder a hash of its files' times, as older stores have it
+
+    @cached_property
+    def content(self) -> str | None:
+        """On the hub its commit, else a hash of its files; None if bundled."""
+        path = Path(self.location)
+        if self.revision is not None or self.name in BUNDLED:
+            return self.revision
+        if path.is_file():
+            return _kept_sha256(path)
+        files = [file for file in path.iterdir() if file.is_file() and not UNREAD.search(file.name)]
+        return hash_request({file.name: _kept_sha256(file) for file in files})
 
     @property
     def id(self) -> str:
@@ -126,9 +141,24 @@ class ModelSource:
                 f"{context:,}; lower it"
             )
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, dated: bool = False) -> dict[str, Any]:
         """The part of a request's hash for the weights."""
-        return {"model": self.id, "weights": self.content}
+        return {"model": self.id, "weights": self.dated if dated and self.dated else self.content}
+
+    def note(self) -> str | None:
+        """What the reader leaves out of a GGUF file; None of other models."""
+        path = named_file(self.location)
+        if path is None:
+            return None
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        scaled = [name for name in ROPE_FACTORS if name.encode() in head]
+        if not scaled:
+            return None
+        return (
+            f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
+            f"embedding, so rows differ from the model's; its folder from the hub has them"
+        )
 
 
 def find_model(name: str, revision: str | None = None) -> ModelSource:
@@ -148,12 +178,9 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
         raise ConfigError(
             f"a revision does nothing with {name}, which is not on the hub; leave it out"
         )
-    config = _config(name, str(BUNDLED.get(name, name)))
-    if name in BUNDLED:
-        return ModelSource(name, str(BUNDLED[name]), None, config)
-    if file is not None:
-        return ModelSource(name, name, None, config, file_sha256(file), note_on(file))
-    return ModelSource(name, name, None, config, _content_of_folder(Path(name)))
+    location, folder = str(BUNDLED.get(name, name)), Path(name)
+    dated = _times_of(folder) if folder.is_dir() and name not in BUNDLED else None
+    return ModelSource(name, location, None, _config(name, location), dated)
 
 
 def demand_here(spec: str) -> None:
@@ -177,7 +204,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
     except Exception as error:
         raise explained(at_revision(name, revision), error) from error
     config = _config(name, name, commit.resolved)
-    return ModelSource(name, name, commit.resolved, config, commit.resolved)
+    return ModelSource(name, name, commit.resolved, config)
 
 
 def _config(name: str, location: str, revision: str | None = None) -> Any:
@@ -204,12 +231,30 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
     return config
 
 
-def _content_of_folder(folder: Path) -> str:
-    """Hash of the sizes and times of its files: weights are too long to be read for that."""
+def _times_of(folder: Path) -> str:
+    """Hash of the sizes and times of a folder's files."""
     stamps = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
     return hash_request(
         {name: [stamp.st_size, stamp.st_mtime_ns] for name, stamp in stamps.items()}
     )
+
+
+def _kept_sha256(path: Path) -> str:
+    """`file_sha256`; of a large file it is kept in the user's cache until the file changes."""
+    stamp = path.stat()
+    times = [stamp.st_mtime_ns, stamp.st_ctime_ns]
+    key = hash_request({"file": [str(path.resolve()), stamp.st_ino, stamp.st_size, *times]})
+    kept = Path(HF_HOME, "saecli", key)
+    if stamp.st_size < LARGE:
+        return file_sha256(path)
+    with suppress(OSError):
+        return kept.read_text()
+    digest = file_sha256(path)
+    with suppress(OSError):  # of a cache that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with appearing_whole(kept) as temporary:
+            temporary.write_text(digest)
+    return digest
 
 
 def explained(name: str, error: BaseException, part: str = "model") -> ModelError:
@@ -253,18 +298,6 @@ def named_file(name: str) -> Path | None:
     if not path.is_file():
         raise ModelError(f"there is no file {name}; give the path of a GGUF file, or a hub id")
     return path
-
-
-def note_on(path: Path) -> str | None:
-    """What the reader leaves out of a model."""
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    if scaled := [name for name in ROPE_FACTORS if name.encode() in head]:
-        return (
-            f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
-            f"embedding, so rows differ from the model's; its folder from the hub has them"
-        )
-    return None
 
 
 def from_pretrained(kind: Any, location: str, revision: str | None = None, **settings: Any) -> Any:

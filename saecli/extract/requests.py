@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import ConfigError, unknown_choice
-from ..base.home import Shelf, checked_name
+from ..base.home import STORE_MARKER, Shelf, checked_name
 from ..store.opening import DERIVED
-from ..store.schema import hash_request
+from ..store.schema import hash_request, read_meta
 from .options import SITES, ExtractConfig, HookPoint
 from .texts import Mixture
 from .tokenizer import affixes
@@ -74,12 +74,14 @@ def store_requests(
     points: Sequence[HookPoint],
     name: str | None,
     shelf: Shelf,
+    dated: bool = True,
 ) -> list[StoreRequest]:
     """The requested stores, one for each of the hook points, all of the same tokens. Since a row that is
     dropped from one store is dropped from all, each `source` lists the other hook points, as `beside`, and of several
-    models the other ones, as `models`; derived names end in one hash."""
+    models the other ones, as `models`; derived names end in one hash. If `dated`, those of models known by the times of
+    their files, as older stores are, if any of them is there."""
     labels = _labels(points, models)
-    identities = [model.identity() for model in models]
+    identities = [model.identity(dated) for model in models]
     template = config.template()
     chat = {
         "control_tokens": config.control_tokens,
@@ -111,7 +113,14 @@ def store_requests(
             folder = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
         request_hash = hash_request(source | asked)
         requests.append(StoreRequest(point, shelf.path / folder, source, request_hash))
+    if dated and not any(map(_is_begun, requests)):
+        return store_requests(config, models, text, points, name, shelf, dated=False)
     return requests
+
+
+def _is_begun(request: StoreRequest) -> bool:
+    marker = request.folder / STORE_MARKER
+    return marker.exists() and read_meta(request.folder).request_hash == request.hash
 
 
 def points_of(

@@ -226,22 +226,23 @@ def model_of(
 
 
 def unlike(model: "LanguageModel", stored: Mapping[str, Any]) -> str | None:
-    """How a model is not the one of a store's source, or may not be; None if it is."""
+    """How a model is not the one of a store's source, or may not be; None if it is, wherever its files are."""
     from .model_objects import LoadedSource, state_hash
 
-    source, spec = model.source, spec_of(stored)
+    source, spec, known = model.source, spec_of(stored), stored.get("weights")
+    given, recorded = isinstance(source, LoadedSource), "loaded" in stored
+    if recorded and not given:
+        same = stored.get("state") == state_hash(model.model, stored["model_dtype"])
+    else:
+        same = given == recorded and (known == source.dated or known == source.content)
+    if known is not None and same:
+        return None
     if spec != source.spec:
         return f"came from {spec}, and is run through {source.spec}"
-    given, recorded = isinstance(source, LoadedSource), "loaded" in stored
     if given and not recorded:
         return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
-    known, now = stored.get("weights"), source.content
-    if recorded and not given:
-        known, now = stored.get("state"), state_hash(model.model)
     change = "with other weights or hooks" if recorded else "before its files changed"
-    return (
-        None if known in (None, now) else f"came from {spec} {change}: what it computes may differ"
-    )
+    return None if known is None else f"came from {spec} {change}: what it computes may differ"
 
 
 def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:

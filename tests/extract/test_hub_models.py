@@ -1,6 +1,7 @@
 """Language models of a hub on this machine: online, from the cache, at a revision, gated, and hubs that are silent."""
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tiny_models import save_model
 from saecli import load_sae
 from saecli.base import machine
 from saecli.base.errors import ConfigError, ModelError
+from saecli.extract import model_source
 from saecli.extract.model_source import find_model
 
 MODEL = "some/llama"
@@ -136,12 +138,52 @@ def test_a_silent_hub_is_asked_once_and_not_for_long(hub: ModelHub, listening, s
     assert requests == 1
 
 
-def test_a_folder_is_its_files_with_their_times(tmp_path: Path):
+def test_a_folder_is_what_its_weights_and_tokenizer_hold(tmp_path: Path):
     folder = save_model(tmp_path / "model", "gpt2")
-    first = find_model(str(folder)).identity()
-    assert find_model(str(folder)).identity() == first
+    first = find_model(str(folder)).content
+    (folder / "README.md").write_text("A model.")
     (folder / "model.safetensors").touch()
-    assert find_model(str(folder)).identity() != first
+    copied = shutil.copytree(folder, tmp_path / "copied", copy_function=shutil.copyfile)
+    assert find_model(str(folder)).content == find_model(str(copied)).content == first
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+        assert find_model(str(folder)).content != first
+        shutil.copyfile(copied / name, folder / name)
+
+
+def test_a_large_file_is_read_again_only_once_it_changes(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(model_source, "LARGE", 0)
+    monkeypatch.setattr(model_source, "HF_HOME", str(tmp_path / "home"))
+    folder = save_model(tmp_path / "model", "gpt2")
+    first = find_model(str(folder)).content
+    kept = [*(tmp_path / "home" / "saecli").iterdir()]
+    assert find_model(str(folder)).content == first and len(kept) > 2
+    for file in kept:
+        file.write_text("another")
+    assert find_model(str(folder)).content != first
+    for file in folder.iterdir():
+        file.touch()
+    assert find_model(str(folder)).content == first
+    monkeypatch.setattr(model_source, "HF_HOME", "/dev/null")
+    assert find_model(str(folder)).content == first
+
+
+def test_a_store_of_a_folder_known_by_the_times_of_its_files_is_found(
+    sae: CommandLine, tmp_path: Path, monkeypatch
+):
+    folder = save_model(tmp_path / "model", "gpt2")
+    (tmp_path / "text.txt").write_text("abcdefgh\n\n" * 30)
+    line = f"extract --model {folder} --dataset {tmp_path}/text.txt --rows 100 --context 16 --json"
+    with monkeypatch.context() as older:
+        older.setattr(model_source.ModelSource, "content", property(lambda source: source.dated))
+        first = sae(line).json
+    again = sae(line).json
+    assert (again["name"], again["cached"], first["cached"]) == (first["name"], True, False)
+    (folder / "config.json").touch()
+    new = sae(line).json
+    (folder / "config.json").touch()
+    assert not new["cached"] and new["name"] != first["name"]
+    assert sae(line).json["cached"]
 
 
 # Commands that take a model, on a run of a store of that model.

@@ -1,5 +1,7 @@
 """Measures with a loaded model: those of the same model by name, and of an edited one its own."""
 
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,27 @@ def test_a_hooked_model_is_not_the_one_without(tmp_path: Path, options: dict[str
         loaded["model"].lm_head.weight.mul_(2)
     reported = saecli.report(sae, tmp_path / "page", "rows", **loaded, home=tmp_path)
     assert any("with other weights or hooks" in note for note in reported["notes"])
+
+
+def test_a_model_in_another_precision_or_folder_is_the_same_model(
+    tmp_path: Path, options: dict[str, Any]
+):
+    folder = save_model(tmp_path / "model", "llama")
+    loaded, home = opened(folder), {"home": tmp_path}
+    loaded["model"].to(torch.bfloat16)
+    sae = trained(saecli.extract(**loaded, name="half", **options))
+    saecli.extract(str(folder), name="named", **options)
+    for file in folder.iterdir():
+        file.touch()
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    for rows, model in product(("half", "named"), (folder, copied)):  # warnings are errors
+        saecli.evaluate(sae, rows, model=str(model), **home)
+    (copied / "model.safetensors").write_bytes(
+        (copied / "model.safetensors").read_bytes()[:-4] + b"1234"
+    )
+    for rows in ("half", "named"):
+        with pytest.warns(UserWarning, match=f"came from {folder}, and is run through {copied}"):
+            saecli.evaluate(sae, rows, model=str(copied), **home)
 
 
 def test_measures_of_a_loaded_model_are_those_of_its_name(tmp_path: Path, options: dict[str, Any]):
