@@ -114,11 +114,17 @@ class Modules:
 
     @cached_property
     def streams(self) -> list[Stream]:
-        """The residual stream in each block; unknown where a model, such as one without weights, does not run so."""
+        """The residual stream in each block; unknown in a model that does not run on tokens alone."""
         try:
             return streams(self.model, self.blocks)
         except Exception:  # a model's code raises anything
-            return [Stream()] * len(self.blocks)
+            if self.model.get_input_embeddings().weight.device.type != "meta":
+                return [Stream()] * len(self.blocks)
+            # Some models look at values. Weights that nobody writes take no memory.
+            self.model.to_empty(device="cpu")
+            for buffer in self.model.buffers():
+                buffer.zero_()  # such as positions
+            return self.streams
 
     def _part(self, layer: int, site: str) -> tuple[str, str] | None:
         """The part of a block, and its side, that a site is; None if the block has none."""

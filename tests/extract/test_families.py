@@ -16,7 +16,7 @@ from tiny_models import loaded, save_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from saecli.base.errors import ConfigError
-from saecli.extract.language_model import LanguageModel
+from saecli.extract.language_model import LanguageModel, modules_of
 from saecli.extract.model_source import find_model
 from saecli.extract.options import SITES, HookPoint
 from saecli.extract.passes import Passes
@@ -300,3 +300,8 @@ def test_a_model_loaded_up_to_a_block_has_the_rows_and_reads_of_the_whole(
     torch.testing.assert_close(*rows, rtol=1e-5, atol=1e-5)
     reads = [model.reads(point) for model in (whole, part)]
     assert reads[0] is reads[1] is None or torch.equal(*reads)
+    found = [
+        {(tree.name(path), side): site for (path, side), site in tree.sites.items()}
+        for tree in (modules_of(source), whole.modules)
+    ]
+    assert found[0] == found[1]
