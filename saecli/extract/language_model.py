@@ -72,9 +72,6 @@ class LanguageModel:
     ) -> None:
         self.source, self.device = source, device
         self.mask_token: int | None = None
-        if isinstance(source, LoadedSource):
-            self._take(source, head)
-            return
         settings: dict[str, Any] = {
             "dtype": getattr(torch, source.dtype_on(device, dtype)),
             "trust_remote_code": False,
@@ -91,17 +88,23 @@ class LanguageModel:
                 self.mask_token = self.tokenizer.mask_token_id
             if head:
                 loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
-            if weights_seed is None:
-                self.model: Any = _with_weights(source, loader, settings, last)
+            if isinstance(source, LoadedSource):
+                self.model: Any = source.model
+            elif weights_seed is None:
+                self.model = _with_weights(source, loader, settings, last)
             else:  # drawn on the CPU, the same for every device
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(weights_seed)
                     self.model = loader.from_config(source.config, **settings)
+            self._demand_tokens()
             self.modules = _modules(self.model, source)
-            self._norms = self._norms_of_blocks()
-            if last is not None:
-                del self.blocks[last + 1 :]
-            self.model.to(device).eval()
+            self._norms = [norms_of(block, source.d_model) for block in self.blocks]
+            if isinstance(source, LoadedSource):
+                self.device = self.model.get_input_embeddings().weight.device
+            else:
+                if last is not None:
+                    del self.blocks[last + 1 :]
+                self.model.to(device).eval().requires_grad_(False)
         except SaeError:
             raise
         except Exception as error:  # transformers raises anything for damaged or foreign files
@@ -110,20 +113,6 @@ class LanguageModel:
             logging.set_verbosity(quiet)
             if bars:
                 logging.enable_progress_bar()
-        self.model.requires_grad_(False)
-        self._demand_tokens()
-        self._demand_causal(head)
-
-    def _take(self, source: LoadedSource, head: bool | str) -> None:
-        self.model, self.tokenizer = source.model, source.tokenizer
-        if head == "any" and _predicts_masked(source):
-            self.mask_token = self.tokenizer.mask_token_id
-        if head and self.mask_token is None:
-            _with_head(source)
-        self._demand_tokens()
-        self.device = self.model.get_input_embeddings().weight.device
-        self.modules = _modules(self.model, source)
-        self._norms = self._norms_of_blocks()
         self._demand_causal(head)
 
     @torch.no_grad()
@@ -226,8 +215,6 @@ class LanguageModel:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
         if point.layer is None or not point.has_model_width or point.site == "mlp_in":
             return None
-        if not self._norms:  # of random weights
-            return None
         tried = self.modules.streams  # of blocks that are not loaded the norms have the same names
         before = {name for stream in tried for name in stream.before}
         after = {name for stream in tried for name in stream.after}
@@ -239,9 +226,6 @@ class LanguageModel:
             if before & own.keys():  # else attention reads the stream itself, as in OLMo 2
                 norms += [norm for name, norm in own.items() if name in before | after]
         return weights_read(norms)
-
-    def _norms_of_blocks(self) -> list[dict[str, nn.Module]]:
-        return [norms_of(block, self.source.d_model) for block in self.blocks]
 
 
 def _predicts_masked(source: ModelSource) -> bool:
@@ -308,9 +292,7 @@ def _with_weights(
     kind = MODEL_MAPPING.get(type(source.config), None) if loader is AutoModel else None
     if last is not None and isinstance(kind, type):
         shortened = settings | {"state_dict": unread_weights(source)}
-        with suppress(
-            AttributeError
-        ):  # of a model whose code looks for other parts of all its blocks
+        with suppress(AttributeError):  # of code that looks for other parts of all blocks
             return _with_weights(source, _shortened(kind, source, last), shortened, None)
     model, info = from_pretrained(
         loader,

@@ -1,5 +1,6 @@
 """Rotary embeddings that depend on the longest window of a batch, and on passes before (dynamic NTK, longrope)."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +17,8 @@ def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
     """While open, each window, of the tokens where the mask is not 0, has the embedding of its own length."""
     dependent = [
         module
-        for module in model.modules()
-        if {"dynamic", "longrope"} & set(_rope_types(getattr(module, "rope_type", None)))
+        for module in model.modules()  # of several kinds of layers, rope_type is a mapping
+        if re.search("dynamic|longrope", str(getattr(module, "rope_type", "")))
     ]
     lengths = mask.sum(1).tolist()
     for module in dependent:
@@ -27,10 +28,6 @@ def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
     finally:
         for module in dependent:
             del vars(module)["forward"]
-
-
-def _rope_types(rope_type: Any) -> list[Any]:
-    return [*rope_type.values()] if isinstance(rope_type, dict) else [rope_type]
 
 
 def _embedded(
