@@ -190,6 +190,16 @@ def on_arguments(replace: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any]
     return hook
 
 
+def with_first(output: Any, replace: Callable[[Any], Any]) -> Any:
+    """A module's output with its first tensor replaced."""
+    if not isinstance(output, tuple | list):
+        return replace(output)
+    parts: dict[Any, Any] = dict(enumerate(output))
+    first = first_tensor(parts)
+    parts[first] = replace(parts.get(first))
+    return type(output)(parts.values())
+
+
 def first_tensor(given: Mapping[Any, Any]) -> Any:
     """The key of the activations, or tokens, among a module's arguments, by position or name; None without a tensor."""
     tensors = [key for key, value in given.items() if isinstance(value, Tensor)]

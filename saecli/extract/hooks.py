@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..base.errors import ConfigError, ModelError, did_you_mean
 from ..sae.dictionary import name_of
-from .blocks import ATTENTIONS, Stream, first_tensor, on_arguments, streams
+from .blocks import ATTENTIONS, Stream, first_tensor, on_arguments, streams, with_first
 from .options import SITES, HookPoint
 
 MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
@@ -199,19 +199,10 @@ class Modules:
             return new.reshape(activations.shape)
 
         def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not isinstance(output, tuple | list):
-                return replaced(output)
-            parts = dict(enumerate(output))
-            first = first_tensor(parts)
-            parts[first] = replaced(parts.get(first))
-            return type(output)(parts.values())
+            return with_first(output, replaced)
 
         def on_block(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not added:
-                return output
-            if not isinstance(output, tuple | list):
-                return output + added.pop()
-            return type(output)([output[0] + added.pop(), *output[1:]])
+            return with_first(output, lambda y: y + added.pop()) if added else output
 
         with ExitStack() as hooks:
             if point.site == "resid_mid":

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ..base.errors import ModelError
 from ..sae.dictionary import SAE
-from .blocks import Reached
+from .blocks import Reached, with_first
 from .forward import pass_tokens
 from .language_model import LanguageModel
 from .options import HookPoint
@@ -159,9 +159,7 @@ def _repeating(blocks: nn.ModuleList, below: Below) -> Iterator[None]:
 
 
 def _copied(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach().clone()
-    return type(output)([output[0].detach().clone(), *output[1:]])
+    return with_first(output, lambda x: x.detach().clone())
 
 
 class CleanPass:

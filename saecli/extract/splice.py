@@ -168,18 +168,17 @@ def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
 def model_given(model: Any, tokenizer: Any) -> Any:
     """A model, or a list of them, as `source_of` takes them: names, and of loaded models, with their tokenizer, their
     sources; None, or a choice whether to take the store's, as it is. ConfigError for what is neither."""
-    several = isinstance(model, list | tuple)
-    models = list(model) if several else [model]
-    is_choice = isinstance(model, bool | None)
-    if tokenizer is None and (is_choice or all(isinstance(each, str) for each in models)):
+    if isinstance(model, bool | None):
+        if tokenizer is not None:
+            raise ConfigError(
+                "tokenizer does nothing without a loaded model; leave it out, or give both"
+            )
         return model
-    if is_choice:
-        raise ConfigError(
-            "tokenizer does nothing without a loaded model; leave it out, or give both"
-        )
     from .model_objects import loaded_sources
 
-    sources = loaded_sources(models, tokenizer, (), "auto")
+    several = isinstance(model, list | tuple)
+    models = list(model) if several else [model]
+    sources = loaded_sources(models, tokenizer, (), "auto") or models
     return sources if several else sources[0]
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from homes import CommandLine
 from safetensors.torch import load_file, save_file
-from test_families import MIDDLE, tiny_config
 from tiny_models import CONFIGS, VOCABULARY, loaded, save_model, save_tokenizer
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
@@ -138,34 +137,11 @@ def test_texts_of_tokens_put_together_are_the_text():
     assert texts.joined([5, 10**6]) == "[5][1000000]"
 
 
-FAMILIES = (
-    "gemma2 llama gpt2 gpt_neox gemma3_text mistral opt phi qwen2 qwen3".split()  # of test_families
-)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return save_model(tmp_path / request.param, tiny_config(request.param))
 
 
 def first_blocks(folder: Path, last: int, dtype: str = "auto") -> LanguageModel:
     return LanguageModel(find_model(str(folder)), CPU, dtype=dtype, last=last)
-
-
-@pytest.mark.slow
-def test_activations_without_later_blocks_equal_the_whole_models(folder: Path):
-    whole, cut = loaded(folder), first_blocks(folder, 0)
-    assert (len(cut.blocks), len(whole.blocks)) == (1, 2)
-    sites = SITES if hasattr(whole.blocks[0], "mlp") else ("resid_pre", "resid_post")
-    if not MIDDLE.get(folder.name, "a norm"):
-        sites = {*sites} - {"resid_mid"}
-    places = [HookPoint(0, site) for site in sites]
-    token_ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(token_ids)
-    mask[1, 6:] = 0
-    found, expected = (model.read(token_ids, mask, places, torch.clone) for model in (cut, whole))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
