@@ -66,18 +66,14 @@ class _Tried:
         self._taken: dict[str, tuple[Node, Node]] = {}  # what a module is given, and its copy
         self._returned: dict[str, Node] = {}  # in the order in which modules end
         for name, module in block.named_modules():
-            take = self._copied if name else self._begun
-            on_input = on_arguments(partial(take, name))
+            on_input = on_arguments(partial(self._copied, name))
             hooks.enter_context(module.register_forward_pre_hook(on_input, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(partial(self._note, name)))
 
-    def _begun(self, name: str, x: Any) -> Any:
-        if self._width or not isinstance(x, Tensor):
-            return x
-        self._width = x.shape[-1]
-        return self._copied(name, x.detach().requires_grad_().clone())
-
     def _copied(self, name: str, x: Any) -> Any:
+        if not self._width and isinstance(x, Tensor):  # the block's own input comes first
+            self._width = x.shape[-1]
+            x = x.detach().requires_grad_().clone()
         node = self._node(x)
         if node is None:
             return x

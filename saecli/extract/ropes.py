@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ORIGINAL = "original_"
-
 
 @contextmanager
 def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
@@ -22,7 +20,7 @@ def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
     ]
     lengths = mask.sum(1).tolist()
     for module in dependent:
-        vars(module)["forward"] = partial(_embedded, module, module.forward, lengths)
+        vars(module)["forward"] = partial(_embedded, module, lengths)
     try:
         yield
     finally:
@@ -31,26 +29,11 @@ def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
 
 
 def _embedded(
-    module: Any,
-    whole: Any,
-    lengths: list[int],
-    x: Tensor,
-    position_ids: Tensor,
-    *args: Any,
-    **more: Any,
+    module: Any, lengths: list[int], x: Tensor, position_ids: Tensor, *args: Any, **more: Any
 ) -> tuple[Tensor, ...]:
     parts = []
     for row, length in enumerate(lengths):
-        _reset(module)
         own = position_ids[row % len(position_ids), None].clamp(max=length - 1)
-        parts.append(whole(x[:1], own, *args, **more))
+        fresh = type(module)(module.config).to(x.device)  # which knows no lengths of earlier passes
+        parts.append(fresh(x[:1], own, *args, **more))
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-
-def _reset(module: Any) -> None:
-    """Forget the lengths of earlier passes."""
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if ORIGINAL in name:
-            module.register_buffer(name.replace(ORIGINAL, ""), buffer.clone(), persistent=False)
-    for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
-        setattr(module, name, module.original_max_seq_len)
