@@ -39,6 +39,7 @@ from .options import (
     module_site,
 )
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
+from .splice import ModelLike
 from .texts import Document, Mixture
 from .tokenizer import Chats, repeated
 from .windows import BLOCK_TOKENS, START, Block, Cursor, Windows, in_blocks
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 BLOCK_WORK = 1 << 42  # parameters times tokens of a block on a CPU: half a minute on two cores
 BLOCK_BYTES = 1 << 32  # of its rows at all hook points
-
-ModelLike = str | torch.nn.Module  # a name, or a loaded model
 
 
 @overload
