@@ -5,7 +5,7 @@ Rank r reads the documents i with i mod world_size = r, and writes a store of it
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from numbers import Integral
@@ -41,7 +41,7 @@ from .options import (
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
 from .splice import ModelLike
 from .texts import Document, Mixture
-from .tokenizer import Chats, repeated
+from .tokenizer import REPEATED, Chats
 from .windows import BLOCK_TOKENS, START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
@@ -298,21 +298,14 @@ class Extraction:
         return metas
 
     def blocks(self, cursor: Cursor = START) -> Generator[Block, None, None]:
-        """The blocks of this rank's documents; once it is closed, a warning gives the number that repeat BOS."""
-        repeats = 0
-        try:
-            size = self.block_tokens
-            for block in in_blocks(self.documents, self.windows(), self.rows, cursor, size):
-                repeats += len(block.before.get("repeated_bos", ()))
-                yield block
-        finally:
-            self.warn_of_repeats(repeats)
-
-    def warn_of_repeats(self, count: int) -> None:
-        if count:
-            self.listener.warn(
-                repeated("1 text begins" if count == 1 else f"{count:,} texts begin")
-            )
+        """The blocks of this rank's documents."""
+        warned = False
+        size = self.block_tokens
+        for block in in_blocks(self.documents, self.windows(), self.rows, cursor, size):
+            if "repeated_bos" in block.before and not warned:
+                self.listener.warn(f"a text {REPEATED}")
+                warned = True
+            yield block
 
     def documents(self, begin: Cursor = START) -> Iterator[Document]:
         """This rank's documents, from a cursor's on."""
@@ -326,7 +319,7 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> No
     metas, processes = extraction.metas(requests), extraction.processes
     several = processes.world_size > 1
     if several and extraction.config.max_norm_multiple is not None:
-        medians = processes.broadcast_object(partial(_medians, extraction, requests, metas))
+        medians = processes.broadcast_object(partial(_medians, extraction, metas))
         metas = {point: replace(meta, median_norm=medians[point]) for point, meta in metas.items()}
     rows_begun = processes.broadcast_object(partial(_rows_begun, requests))
     with ExitStack() as opened:
@@ -356,24 +349,17 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest]) -> No
 
 
 def _medians(
-    extraction: Extraction,
-    requests: Sequence[StoreRequest],
-    metas: Mapping[HookPoint, StoreMeta],
+    extraction: Extraction, metas: Mapping[HookPoint, StoreMeta]
 ) -> dict[HookPoint, float | None]:
-    """The median norms by which every rank drops rows: those that are stored, else those that one process has, of the
-    first block of all documents."""
+    """The median norms by which every rank drops rows, as one process has them: of all documents."""
     admissions = {point: Admission(meta) for point, meta in metas.items()}
-    for request in requests:
-        if (request.folder / STORE_MARKER).exists():
-            admissions[request.point].median = read_meta(request.folder).median_norm
-    forward, rows = extraction.forward(), extraction.config.rows
-    documents = extraction.text.documents
-    with closing(in_blocks(lambda _: documents(), extraction.windows(), rows)) as blocks:
-        while None in [admission.median for admission in admissions.values()]:
-            if (block := next(blocks, None)) is None:
-                break
-            for point, own in forward(block, [*metas], lambda *_: None).items():
-                admissions[point].verdicts(own)
+    forward, windows, rows = extraction.forward(), extraction.windows(), extraction.config.rows
+    documents, size = extraction.text.documents, extraction.block_tokens
+    for block in in_blocks(lambda _: documents(), windows, rows, size=size):
+        for point, own in forward(block, [*metas], lambda *_: None).items():
+            admissions[point].verdicts(own)
+        if None not in [admission.median for admission in admissions.values()]:
+            break
     return {point: admission.median for point, admission in admissions.items()}
 
 

@@ -12,7 +12,7 @@ from ..base.errors import ConfigError, counted, flag_of
 from ..base.files import expanded
 from ..base.options import Config, Count, Positive, Shown, options_of
 from ..store.options import MAX_NORM_HELP, StoredDtype
-from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, reader_of
+from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, HubDataset, reader_of
 from .texts import Mixture, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
@@ -308,7 +308,6 @@ def _may_be_chat(dataset: str) -> bool:
 
 
 def _takes(option: str, dataset: str) -> bool:
-    reader = reader_of(dataset)
-    return option == "mix" or (
-        reader.on_hub if option.startswith("dataset_") else reader.has_columns
-    )
+    if option.startswith("dataset_"):
+        return isinstance(reader_of(dataset), HubDataset)
+    return option == "mix" or reader_of(dataset).has_columns

@@ -1,6 +1,7 @@
 """Rows of texts: of files by their kind, of Python's docstrings, and of datasets of the Hugging Face hub.
 
-A kind of file is one function, which yields its rows, each after words for its place, and one line in `TEXT_FORMATS`.
+A kind of file is one function, which yields its rows, each after words for its place, or in place of one that cannot be
+read its error, and one line in `TEXT_FORMATS`.
 `datasets` reads the hub alone: it takes over a second to open the smallest file, ends at the first bad line, and takes
 "NA" in a CSV file for no text.
 """
@@ -43,7 +44,7 @@ Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` b
 
 
 class Row(NamedTuple):
-    """A row by its columns, a text where there are none, or the error of one that cannot be read; and its number."""
+    """A row by its columns, a text where there are none, or an error; and its number."""
 
     number: int
     where: str  # its place, in errors
@@ -65,7 +66,7 @@ def reader_of(
 
 
 class StdlibDocs:
-    on_hub = has_columns = False
+    has_columns = False
 
     def identity(self) -> dict[str, Any]:
         return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
@@ -108,14 +109,11 @@ def _docstrings(source: bytes) -> Iterator[str]:
 class TextFile:
     """A file of one of `TEXT_FORMATS`, by its name."""
 
-    on_hub: ClassVar[bool] = False
-
     dataset: str
 
     @property
     def has_columns(self) -> bool:
-        kind = _kind(Path(self.dataset))
-        return kind not in TEXT_FORMATS or TEXT_FORMATS[kind].has_columns
+        return _kind(Path(self.dataset)) not in PLAIN_TEXTS
 
     @cached_property
     def _path(self) -> Path:
@@ -139,7 +137,7 @@ class TextFile:
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
         path = self._path
         try:
-            with closing(TEXT_FORMATS[_kind(path)].rows(path, column)) as rows:
+            with closing(TEXT_FORMATS[_kind(path)](path, column)) as rows:
                 for number, (where, row) in enumerate(rows):
                     yield Row(number, where, row)
         except ModelError:
@@ -198,17 +196,12 @@ def paragraphs(path: Path, column: str) -> Placed:
 def json_lines(path: Path, column: str) -> Placed:
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            where, content = f"line {number} of {path}", line.strip()
-            if not content:
-                continue
-            try:
-                row = json.loads(content)
-            except (ValueError, RecursionError) as error:
-                row = ModelError(
-                    f"{where} cannot be read; expected one JSON object per line, or in .json a list of them, got "
-                    f"{one_line(error)}; correct the line"
-                )
-            yield where, row
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    row = error
+                yield f"line {number} of {path}", row
 
 
 def json_entries(path: Path, column: str) -> Placed:
@@ -229,14 +222,14 @@ def delimited(path: Path, column: str, delimiter: str) -> Placed:
     csv.field_size_limit(LONGEST_FIELD)
     with _opened(path, newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
-        row: Any = {}
-        while row is not None:
+        while True:
             try:
-                row = next(rows, None)
+                row = next(rows)
+            except StopIteration:
+                return
             except csv.Error as error:
-                line = rows.line_num + 1
-                row = ModelError(f"line {line} of {path} cannot be read: {error}; correct it")
-            if row is not None:
+                yield f"line {rows.line_num + 1} of {path}", error
+            else:
                 yield f"line {rows.line_num} of {path}", row
 
 
@@ -259,22 +252,18 @@ def parts_of(column: str, names: Any) -> list[str]:
     return [column] if column in names else column.split("+")
 
 
-class TextFormat(NamedTuple):
-    rows: Callable[[Path, str], Placed]
-    has_columns: bool = True
-
-
 # By the end of the lower-case file name, before that of a compression.
-TEXT_FORMATS = {
-    ".txt": TextFormat(paragraphs, has_columns=False),
-    ".md": TextFormat(paragraphs, has_columns=False),
-    ".jsonl": TextFormat(json_lines),
-    ".ndjson": TextFormat(json_lines),
-    ".json": TextFormat(json_entries),
-    ".csv": TextFormat(partial(delimited, delimiter=",")),
-    ".tsv": TextFormat(partial(delimited, delimiter="\t")),
-    ".parquet": TextFormat(parquet_rows),
+TEXT_FORMATS: dict[str, Callable[[Path, str], Placed]] = {
+    ".txt": paragraphs,
+    ".md": paragraphs,
+    ".jsonl": json_lines,
+    ".ndjson": json_lines,
+    ".json": json_entries,
+    ".csv": partial(delimited, delimiter=","),
+    ".tsv": partial(delimited, delimiter="\t"),
+    ".parquet": parquet_rows,
 }
+PLAIN_TEXTS = (".txt", ".md")  # without columns
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TEXT_FILES = f"{', '.join(TEXT_FORMATS)} file, also with {' or '.join(COMPRESSIONS)}"
 WITHOUT_NETWORK = f"use --dataset {STDLIB_DOCS} or a local {TEXT_FILES}, instead"
@@ -282,7 +271,6 @@ WITHOUT_NETWORK = f"use --dataset {STDLIB_DOCS} or a local {TEXT_FILES}, instead
 
 @dataclass(frozen=True)
 class HubDataset:
-    on_hub: ClassVar[bool] = True
     has_columns: ClassVar[bool] = True
 
     dataset: str

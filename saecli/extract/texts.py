@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from ..base.errors import ModelError
+from ..base.errors import ModelError, one_line
 from ..base.machine import why_unreachable
 from .readers import HubDataset, Mark, Row, StdlibDocs, TextFile, parts_of, reader_of
 
@@ -106,7 +106,7 @@ class TextSource:
             rows = (row.value for row in self.reader.rows(self.column, None))
             row = next((row for row in rows if isinstance(row, dict)), {})
         except ModelError as error:
-            if not self.reader.on_hub or why_unreachable() is None:
+            if not isinstance(self.reader, HubDataset) or why_unreachable() is None:
                 raise
             return replace(self, asked=self.column, unread=str(error))
         names = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
@@ -132,21 +132,22 @@ class TextSource:
     ) -> Iterator[Document]:
         """The documents from number `start` on, including blank ones, read from a mark at or before it.
 
-        A bad row, which cannot be read or holds no text, is a document whose text is None; `warn` tells of the first
-        once a good one follows. A ModelError that names it if more than `BAD_SHARE` of the rows are bad, or if there is
-        no row.
+        A bad row, which cannot be read or holds no text, is a document whose text is None; `warn` tells of the first,
+        unless all are bad. A ModelError that names it if more than `BAD_SHARE` of the rows are bad.
         """
         first: ModelError | None = None
-        count, bad, warned = 0, 0, False
+        count = good = bad = 0
+        warned = False
         for row in self.reader.rows(self.column, mark):
             count = row.number + 1
             try:
                 text = self._text(row)
+                good += 1
             except ModelError as error:
                 text, first, bad = None, first or error, bad + 1
                 if bad > BAD_SHARE * max(count, FIRST_ROWS):
                     break
-            if first and not warned and text is not None:
+            if first and good and not warned:
                 warn(f"{first}; it is left out, as up to {BAD_SHARE:.0%} of the rows may be")
                 warned = True
             if row.number >= start:
@@ -159,11 +160,11 @@ class TextSource:
             raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
 
     def _text(self, row: Row) -> Text:
-        if isinstance(row.value, ModelError):
-            raise row.value
         text = row.value
+        if isinstance(text, Exception):
+            raise ModelError(f"{row.where} cannot be read: {one_line(text)}; correct it") from text
         if self.reader.has_columns:
-            text = self.read(row.value, self.column, row.where)
+            text = self.read(text, self.column, row.where)
         try:
             str(text).encode()
         except UnicodeEncodeError as error:
@@ -205,10 +206,7 @@ class Mixture:
         return {"dataset": " + ".join(part["dataset"] for part in parts), "mixture": mixture}
 
     def documents(
-        self,
-        start: int = 0,
-        mark: Mark | None = None,
-        warn: Say = lambda _: None,
+        self, start: int = 0, mark: Mark | None = None, warn: Say = lambda _: None
     ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
         `warn` tells of each source's first bad row, and of one that ends before others."""

@@ -28,6 +28,7 @@ KNOWN = "a"  # at worst an unknown word, which is no special token around a text
 OTHER = "\ue000"  # a content unlike any other
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
 LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
+REPEATED = "begins with BOS, or what stands for it, as every window does anyway; it is there once"
 
 
 class Affixes(NamedTuple):
@@ -70,11 +71,6 @@ def text_ids(tokenizer: Any, text: str, prefix: list[int]) -> tuple[list[int], b
     while prefix and token_ids[start : start + len(prefix)] == prefix:
         start += len(prefix)
     return token_ids[start:], start > 0
-
-
-def repeated(subject: str) -> str:
-    """A warning of `text_ids`; the subject with its verb, as in "2 texts begin"."""
-    return f"{subject} with BOS, or what stands for it, which every window begins with anyway; it is there once"
 
 
 def special_ids(tokenizer: Any, control: bool) -> set[int]:

@@ -34,7 +34,7 @@ class Cursor(NamedTuple):
     token: int = 0  # of that document
     mark: Mark | None = None  # to read the document from
     offered: int = 0  # rows of earlier blocks
-    size: int = 0  # tokens of the block, about
+    size: int = 0  # tokens of a block, about
 
     def to_json(self) -> dict[str, Any]:
         more = {"_size": self.size} | ({} if self.mark is None else {"_mark": self.mark})
@@ -239,9 +239,8 @@ class Block:
             reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
             for reason in sorted({reason for counts in skipped for reason in counts})
         }
-        self.end = (windows[-1].after if windows else cursor)._replace(
-            offered=cursor.offered + self.rows
-        )
+        after = windows[-1].after if windows else cursor
+        self.end = after._replace(offered=cursor.offered + self.rows, size=cursor.size)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return self.windows.each()
@@ -261,11 +260,10 @@ def in_blocks(
 ) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
 
-    A block has about `size` tokens, at most `BLOCK_TOKENS`, and the first those that it had when the cursor was
-    stored; it ends early at the last of `rows` rows.
+    A block has about `size` tokens, at most `BLOCK_TOKENS`, or what a stored cursor has: the same blocks come again on
+    another device. It ends early at the last of `rows` rows.
     """
-    size = min(size, BLOCK_TOKENS)
-    cursor = cursor._replace(size=cursor.size or size)
+    cursor = cursor._replace(size=cursor.size or min(size, BLOCK_TOKENS))
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
     tokens = kept = 0
@@ -278,7 +276,7 @@ def in_blocks(
         if tokens >= cursor.size or kept >= most_rows:
             block = Block(gathered, cursor, [*skipped, windows.taken()])
             yield block
-            cursor = block.end._replace(size=size)
+            cursor = block.end
             gathered, skipped = [], []
             tokens = kept = 0
     if gathered or windows.left_out:

@@ -25,7 +25,7 @@ from ..extract.language_model import LanguageModel
 from ..extract.options import last_layer, place_given
 from ..extract.splice import Hooked, ModelLike, TextWindow, hooked, model_of, stored_activations
 from ..extract.texts import Document
-from ..extract.tokenizer import ROLES, Chats, Conversation, TokenTexts, characters, repeated
+from ..extract.tokenizer import REPEATED, ROLES, Chats, Conversation, TokenTexts, characters
 from ..extract.windows import Window, Windows
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Firing
@@ -116,7 +116,7 @@ class _Reader:
         if not cut:
             raise ConfigError(f"{name} must have a token that is not special, got {text!a:.60}")
         if windows.left_out["repeated_bos"]:
-            listener.warn(repeated(f"{name} begins"))
+            listener.warn(f"{name} {REPEATED}")
         for window in cut:
             window.tokens["special"][:1] = True
         tokens = np.concatenate([window.tokens for window in cut])

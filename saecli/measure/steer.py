@@ -40,7 +40,7 @@ from ..extract.splice import (
     stored_activations,
 )
 from ..extract.spliced import Splice, splices
-from ..extract.tokenizer import TokenTexts, affixes, repeated, special_ids, text_ids
+from ..extract.tokenizer import REPEATED, TokenTexts, affixes, special_ids, text_ids
 from ..extract.tokens import continuation
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
@@ -288,7 +288,7 @@ def _token_ids(
     """A prompt's tokens, (1, T), after the special ones that windows begin with."""
     own_ids, is_repeated = text_ids(model.tokenizer, prompt, prefix)
     if is_repeated:
-        listener.warn(repeated("--prompt begins"))
+        listener.warn(f"--prompt {REPEATED}")
     token_ids = [*prefix, *own_ids]
     room = (model.source.positions or torch.inf) - len(token_ids)
     if most > room:

@@ -28,6 +28,7 @@ from ..extract.splice import (
     stored_windows,
 )
 from ..extract.streaming import Streamed, open_stream
+from ..extract.tokenizer import REPEATED
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..store.opening import Joined, open_joined
@@ -209,7 +210,8 @@ def _stream_text(
                 left[part] -= int(kept.sum())
         if max(left) <= 0:
             break
-    extraction.warn_of_repeats(windows.left_out["repeated_bos"])
+    if windows.left_out["repeated_bos"]:
+        listener.warn(f"a text {REPEATED}")
     if not all(parts):
         raise ConfigError(
             "--dataset has too few documents: expected windows to train on and to compare on, got "

@@ -216,7 +216,7 @@ def test_identity_of_hub_datasets_tells_sources_apart():
         ("a.jsonl", '{"a": "b"}', "a+c", "no column 'c'; expected .*, a;"),
         ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected .*, body, n"),
         ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
-        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object"),
+        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* cannot be read: Expecting"),
         ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
         ("a.jsonl", '{"text": "\\ud83d"}', "text", "not UTF-8, or half of a surrogate pair"),
         ("a.parquet", b"PAR1 but not really", "text", "expected a whole .parquet file"),
@@ -279,8 +279,15 @@ def test_many_bad_lines_end_a_file_before_its_end(tmp_path):
 
 
 def test_a_bad_paragraph_or_cell_is_left_out_too(tmp_path):
+    warnings: list[str] = []
     paragraphs = TextSource(write(tmp_path / "a.txt", b"one\n\n" * 150 + b"caf\xe9\n"))
-    assert [document.text for document in paragraphs.documents()] == ["one"] * 150 + [None]
+    read = [document.text for document in paragraphs.documents(warn=warnings.append)]
+    assert read == ["one"] * 150 + [None]
+    open_quote = TextSource(
+        write(tmp_path / "b.csv", "text,n\n" + "b,1\n" * 150 + '"open,1\nb,2\n')
+    )
+    assert len([*open_quote.documents(warn=warnings.append)]) == 151
+    assert [line.split(" of ")[0] for line in warnings] == ["line 301", "line 152"]
     cells = b"text,n\n" + b'"two\nlines",1\n' * 150 + b"caf\xe9,1\n" + b"short\n"
     found = [text for _, text in documents(write(tmp_path / "a.csv", cells))]
     assert found == ["two\nlines"] * 150 + [None, "short"]
