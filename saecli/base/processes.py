@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -166,6 +167,18 @@ def signals_deferred() -> Iterator[None]:
         yield
     for number in received[:1]:
         signal.raise_signal(number)
+
+
+@contextmanager
+def writing_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that writes stores; the block ends after it, also on a second Ctrl-C: else a store could be closed while
+    it is written."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sae-write")
+    try:
+        yield pool
+    finally:
+        with signals_deferred():
+            pool.shutdown()
 
 
 def _terminated(number: int, frame: Any) -> None:

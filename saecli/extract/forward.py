@@ -17,6 +17,7 @@ from torch import Tensor
 from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
+from ..base.processes import writing_thread
 from ..store.writer import StoreWriter
 from .options import HookPoint
 from .splice import TextWindow, padded
@@ -207,7 +208,7 @@ def fill(
 
     with (
         closing(ahead(blocks_from(first))) as blocks,
-        ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool,
+        writing_thread() as pool,
     ):
         under_way: Future[None] = pool.submit(lambda: None)
         for block in blocks:

@@ -60,7 +60,7 @@ def reader_of(
     path = expanded(dataset)
     if dataset == STDLIB_DOCS:
         return StdlibDocs()
-    if _kind(path) in TEXT_FORMATS or path.exists() or dataset.startswith((".", "/")):
+    if _kind(path) in TEXT_FORMATS or path.exists() or path.is_absolute() or dataset[:1] == ".":
         return TextFile(dataset)
     return HubDataset(dataset, config or DEFAULT_CONFIGS.get(dataset), split, revision)
 

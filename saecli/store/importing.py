@@ -3,7 +3,6 @@
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias, cast, get_args
 
@@ -14,6 +13,7 @@ from ..base.errors import ConfigError, StoreError, counted, flag_of, printable, 
 from ..base.files import appearing_whole, file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
+from ..base.processes import writing_thread
 from .array_files import Files, open_array
 from .arrays import ArraySource
 from .opening import DERIVED, finished_store, note_when_stopped, warn_of_nonfinite
@@ -227,7 +227,7 @@ def _stored(
         note_when_stopped(listener) as folders,
         StoreWriter.open(folder, meta) as writer,
         listener.progress(label, rows, "rows") as show,
-        ThreadPoolExecutor(1) as pool,  # where Ctrl-C does not end a block part-way
+        writing_thread() as pool,  # where Ctrl-C does not end a block part-way
     ):
         folders.append(folder)
         _demand_room(folder, rows - writer.rows, meta)

@@ -1,6 +1,10 @@
 """Windows, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
 
+import os
 import shutil
+import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -293,6 +297,40 @@ def fill_stores(
     finally:
         for writer in writers.values():
             writer.__exit__(None, None, None)
+
+
+class Signalling(dict):
+    """Stores during whose filling Ctrl-C is pressed again and again."""
+
+    busy = False
+
+    def items(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.busy = True
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.03)
+            self.busy = False
+        return super().items()
+
+
+def test_no_store_is_being_written_once_filling_ends(model, small_blocks, tmp_path: Path):
+    """Else a second Ctrl-C closes one while a thread writes it: a shard of other rows than its checksums."""
+    meta = StoreMeta({}, "x", "bfloat16", 16, 90, columns=TOKEN_COLUMNS)
+    with StoreWriter.open(tmp_path / "s", meta, limit=ROWS) as writer:
+        writers = Signalling({POINTS[0]: writer})
+        windows, texts = Windows(model.tokenizer, CONTEXT), some_texts(100, seed=3)
+        with pytest.raises(KeyboardInterrupt):
+            fill(
+                writers,
+                lambda cursor: blocks(texts, windows, ROWS, cursor),
+                Forward(model, "bfloat16", 64, print),
+                ROWS,
+                lambda *_: None,
+            )
+        assert not writers.busy
+    store = ActivationStore.open(tmp_path / "s")
+    assert store.rows and store.verify() == []
 
 
 def opened(home: Path) -> list[ActivationStore]:
