@@ -114,8 +114,8 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
 
 @torch.no_grad()
 def state_hash(model: nn.Module, dtype: str | None = None) -> str:
-    """Hash of a model's weights, if given as they are in a dtype, and of which modules have hooks; those of transformers
-    only take notes. About 1 GB/s."""
+    """Hash of a model's weights, as they are in a dtype if one is given, and of which modules have hooks, but for those
+    of transformers, which only take notes. Cost: about 1 GB/s."""
     digest = sha256()
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
