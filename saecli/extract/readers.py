@@ -200,7 +200,10 @@ def json_lines(path: Path, column: str) -> Placed:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    row = error
+                    row = ValueError(
+                        "expected one JSON object per line, or in .json a list of them, got "
+                        + one_line(error)
+                    )
                 yield f"line {number} of {path}", row
 
 

@@ -255,6 +255,8 @@ def test_each_token_has_one_line_cut_in_a_narrow_terminal_and_whole_in_a_pipe(ho
     words = ("read", "first", "--top", "15", "--prompt", "Return the number")
     piped = home(*words).out.splitlines()
     tokens = home(*words, "--json").json["tokens"]
+    for name in ("COLUMNS", "LINES"):
+        home.monkeypatch.delenv(name, raising=False)
     home.monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of it
     home.monkeypatch.setenv("TERM", "dumb")  # 80 wide, without colours
     for lines in (piped, home(*words).out.splitlines()):

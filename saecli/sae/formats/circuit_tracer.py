@@ -81,8 +81,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
         names |= THRESHOLD
     path = folder / f"layer_{saved.origin['layer']}.safetensors"
     common.write_sae(path, sae, names)
-    sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
-    return saved.origin["layer"], config | sizes
+    return saved.origin["layer"], in_common(saved)
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:
@@ -115,8 +114,15 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
     )
 
 
+def in_common(saved: SavedSAE) -> dict[str, Any]:
+    """What the transcoders of a set must have in common."""
+    sae = saved.sae
+    sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+    return _config(saved) | sizes
+
+
 def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """FormatError unless they, each a layer and what all have in common, are alike and of the layers from 0 on."""
+    """FormatError unless they, each a layer and what is `in_common`, are alike and of the layers from 0 on."""
     layers = sorted(layer for layer, _ in members)
     if layers != [*range(len(layers))]:
         raise FormatError(
