@@ -128,9 +128,12 @@ class Modules:
 
     def _part(self, layer: int, site: str) -> tuple[str, str] | None:
         """The part of a block, and its side, that a site is; None if the block has none."""
+        stream = self.streams[
+            layer
+        ]  # of any site: with a hook of an earlier one, the trial would be read
         if site == "resid_mid":
-            return self.streams[layer].middle
-        added = self.streams[layer].added if site in ("attn_out", "mlp_out") else None
+            return stream.middle
+        added = stream.added if site in ("attn_out", "mlp_out") else None
         return _part_at(self.blocks[layer], site, added)
 
     def never_ran(self, point: HookPoint) -> ModelError:

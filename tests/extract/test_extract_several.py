@@ -121,6 +121,7 @@ def test_a_row_of_high_norm_in_one_store_is_dropped_from_all(sae: CommandLine, m
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* times the median norm")
 def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
     sae: CommandLine, model, overflowing, text
 ):

@@ -162,7 +162,7 @@ def test_a_module_outside_of_blocks_is_trained_on_and_measured(
     np.testing.assert_allclose(rows, expected.detach().numpy(), rtol=1e-2)
     wrong = sae(train.replace("run", "wrong"), *words[:-1], "model.layers.*.mlp")
     assert "must name one module to train on, got 3" in wrong.err
-    assert "--site must be one of" in sae(train, *words[:4], "--site", "mlp").err
+    assert "--site must be 'resid_post'" in sae(train, *words[:4], "--site", "mlp").err
     for line in ("sparsity run", "read run --prompt abc", "list"):
         assert sae(line).status == 0
     assert sae("export run --to saelens --out", tmp_path / "out").status == 0

@@ -209,6 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
             whole, resumed = stored_contents(self.folder / "whole"), stored_contents(self.path)
             for contents in (resumed, whole):  # an interruption ends a shard
                 shards = contents["meta"].pop("shards")
+                assert contents["meta"].pop("shard_count") == len(shards)
                 assert all(1 <= shard["rows"] <= self.meta.shard_rows for shard in shards)
                 del contents["meta"]["norms"]
             assert resumed["meta"] == whole["meta"]
