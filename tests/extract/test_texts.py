@@ -339,11 +339,8 @@ def test_json_files_may_hold_texts_alone(tmp_path):
 
 
 def test_a_folder_or_pipe_is_no_text(tmp_path):
-    os.mkfifo(tmp_path / "b.txt")
-    with pytest.raises(ModelError, match=r"b.txt is a folder or pipe"):
-        documents(str(tmp_path / "b.txt"))
-    for name in ("a", "a.txt"):
-        (tmp_path / name).mkdir()
+    for name, make in (("a", Path.mkdir), ("a.txt", Path.mkdir), ("b.txt", os.mkfifo)):
+        make(tmp_path / name)
         with pytest.raises(ModelError, match=r"is a folder or pipe; expected a .txt, "):
             documents(str(tmp_path / name))
 
