@@ -430,8 +430,8 @@ def note_doubts(
         if few or (measured_on.inputs and measured_on.rows < FEW_ROWS):
             of = f" of {counted(few, 'document')}" if few else ""
             listener.note(
-                f"{measured_on.name}: warning: figures on {counted(measured_on.rows, 'row')}{of} are noise: others "
-                "give quite others; store more"
+                f"{measured_on.name}: warning: figures on {counted(measured_on.rows, 'row')}{of} are noise: other "
+                "rows give other ones; store more"
             )
     for measured, document in zip(measured_saes, documents, strict=True):
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()

@@ -53,7 +53,7 @@ def files_of(words: Sequence[str]) -> list[Path]:
             paths = [path for path in paths if format_of(path)]
         if not paths:
             raise FormatError(
-                f"cannot import {word}: expected a file of arrays or more, got none; check the path"
+                f"cannot import {word}: expected files of arrays, got none; check the path"
             )
         found += sorted(paths, key=lambda path: natural_order(str(path)))
     shards = {shard for path in found for shard in shards_of(path)}

@@ -445,7 +445,7 @@ def test_options_of_other_formats_are_refused(tmp_path):
         (tmp_path / "3.npy", {"index": "::2"}, "such as ':,2'"),
         (tmp_path / "3.npy", {"index": "a"}, "such as ':,2'"),
         (tmp_path / "3.npy", {"index": "2", "transpose": True}, r"got shape \(6,\)"),
-        (tmp_path / "*.pt", {}, "expected a file of arrays or more, got none"),
+        (tmp_path / "*.pt", {}, "expected files of arrays, got none"),
         ("digits", {"index": "0"}, "come whole from scikit-learn"),
     ):
         with pytest.raises(FormatError, match=said):

@@ -234,8 +234,8 @@ def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path
     (tmp_path / "folder.npy").mkdir()
     for name, said in (
         ("a.csv", r"expected a name that ends in \.npy, .*got a\.csv"),
-        ("b.npy", r"b\.npy: expected a file of arrays or more, got none"),
-        ("folder.npy", r"folder\.npy: expected a file of arrays or more, got none"),
+        ("b.npy", r"b\.npy: expected files of arrays, got none"),
+        ("folder.npy", r"folder\.npy: expected files of arrays, got none"),
     ):
         with pytest.raises(FormatError, match=said):
             opened(tmp_path / name)
