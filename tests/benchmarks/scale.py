@@ -43,7 +43,7 @@ SIZES = {
     "shards": [1024, 4096, 16_384],
     "files": [10, 30, 100],
     "runs": [500, 1000, 2000],
-    "stores": [250, 500, 1000],
+    "stores": [1000, 2000, 4000],
     "latents": [16_384, 65_536, 262_144],
     "finetune": [2304, 9216, 36_864],
 }
@@ -148,7 +148,9 @@ def of_runs(count: int) -> Costs:
         names = home.runs.matching(["r*"])
         assert len(names) == count
         return {
-            "match and find runs": cpu(lambda: [find_subject(home, name) for name in names]),
+            "match and find runs": cpu(
+                lambda: [find_subject(home, name, Silent()) for name in names]
+            ),
             "list runs": cpu(lambda: list_home(folder)),
             "remove runs": cpu(lambda: [remove(home, each) for each in removable(home, names)]),
         }
