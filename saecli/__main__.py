@@ -4,9 +4,8 @@ import resource
 import sys
 from contextlib import suppress
 
-FILES = (
-    4096  # open at once: a lock for each run of a sweep, and for each hook point of an extraction
-)
+# Open at once: a lock for each run of a sweep, and for each hook point of an extraction.
+FILES = 4096
 
 
 def main() -> None:

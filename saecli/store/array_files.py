@@ -133,26 +133,30 @@ def _part(
     others = opened()
     rows = others.pop("rows")
     shape = _row_shape(rows, name, config, [other.shape for other in others.values()])
+    positions = shape[:-1]
+    per_row = [column for column, other in others.items() if other.shape == positions]
+    is_reshaped = (
+        "mask" in others and "mask" not in per_row and _is_of(others["mask"].shape, positions)
+    )
 
     def fitting() -> dict[str, Array]:
         """With a mask of the same positions in their axes."""
-        arrays, mask = opened(), others.get("mask")
-        if mask is not None and _is_of(mask.shape, shape[:-1]):
-            values = np.asarray(arrays["mask"].read(slice(None)))
-            arrays["mask"] = of_numpy(values.reshape(shape[:-1]))
-        return arrays
+        arrays = opened()
+        values = np.asarray(arrays["mask"].read(slice(None)))
+        return arrays | {"mask": of_numpy(values.reshape(positions))}
 
-    per_row = [name for name, each in fitting().items() if each.shape == shape[:-1]]
+    if is_reshaped:
+        per_row.append("mask")
     if config.mask and "mask" not in per_row:
         got = f"shape {others['mask'].shape}" if "mask" in others else "none of this name"
         raise FormatError(
             f"cannot use --mask {config.mask} for {name}: expected an array of a value for each position, shape "
-            f"{shape[:-1]}, got {got}; choose one of its keys ({', '.join(listed(path))})"
+            f"{positions}, got {got}; choose one of its keys ({', '.join(listed(path))})"
         )
     # An allocator need not refuse what a file claims.
     to_fit = f"one row or document of its shape, {rows.shape}, is as large; check the shape"
     check_memory(name, 4 * math.prod(rows.shape[1:]), to_fit)
-    return Part(name, shape, rows.dtype, fitting, tuple(per_row))
+    return Part(name, shape, rows.dtype, fitting if is_reshaped else opened, tuple(per_row))
 
 
 def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
