@@ -30,7 +30,7 @@ def test_a_script_is_imported_and_answers_help(
         done = captured([sys.executable, script, "--help"], env=HERE)
         assert "usage:" in done.stdout or "No module named 'sae_" in done.stderr
         return
-    for folder in (BENCHMARKS, EXAMPLES, script.parent):
+    for folder in (BENCHMARKS, EXAMPLES, script.parent, ROOT):
         monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     before = set(sys.modules)
