@@ -36,9 +36,9 @@ from saecli.base.devices import batches_on
 from saecli.base.errors import ConfigError, FormatError, SaeError
 from saecli.base.files import folder_appearing_whole, is_free
 from saecli.base.home import Home
-from saecli.extract.splice import hooked, spec_of
 from saecli.measure.evaluate import check_model, together
 from saecli.measure.measured import ChosenRows, Measured
+from saecli.model.choice import spec_of
 from saecli.sae.activations import Relu
 from saecli.sae.activations.base import Thresholded
 from saecli.sae.codes import Codes
@@ -46,7 +46,8 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import common
 from saecli.sae.formats.circuit_tracer import CONFIG, demand_set, in_common
 from saecli.sae.metrics import Reconstruction
-from saecli.store.opening import Joined
+from saecli.splice.hooked import hooked
+from saecli.store.joined import Joined
 from saecli.store.reader import RowSource
 
 BLOCK_ROWS = 2048

@@ -26,12 +26,12 @@ import numpy as np
 
 from saecli.base.console import Silent
 from saecli.base.home import Home
-from saecli.extract.language_model import LanguageModel
-from saecli.extract.model_source import find_model
-from saecli.extract.tokenizer import TokenTexts
-from saecli.extract.tokens import Unembedding
 from saecli.measure.latents import Examples, at_random, bin_edges, in_blocks, survey
 from saecli.measure.measured import ChosenRows, Measured
+from saecli.model.language_model import LanguageModel
+from saecli.model.source import find_model
+from saecli.model.tokenizer import TokenTexts
+from saecli.model.unembedding import Unembedding
 
 LOCAL = "./graph_data/features"  # where the interface's server has GRAPHS/features
 BARS, TOKENS = 40, 10  # of a histogram; tokens that a latent raises and lowers most

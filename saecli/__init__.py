@@ -30,18 +30,17 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 TYPE_CHECKING = False  # true to a type checker, which then knows exactly these names
 if TYPE_CHECKING:
     from .base.errors import SaeError as SaeError
+    from .derive.export import export as export
+    from .derive.export import push as push
+    from .derive.refit import refit as refit
     from .extract.extraction import extract as extract
-    from .extract.spliced import spliced as spliced
     from .geometry.geometry import geometry as geometry
     from .measure.controls import controls as controls
     from .measure.evaluate import evaluate as evaluate
     from .measure.evaluate import sparsity as sparsity
     from .measure.explain import explain as explain
-    from .measure.export import export as export
-    from .measure.export import push as push
     from .measure.probes import probe as probe
     from .measure.read import read as read
-    from .measure.refit import refit as refit
     from .measure.stability import stability as stability
     from .measure.steer import steer as steer
     from .measure.steer import steering as steering
@@ -50,14 +49,15 @@ if TYPE_CHECKING:
     from .sae.library import save_sae as save_sae
     from .show.drawing import draw as draw
     from .show.report import report as report
+    from .splice.spliced import spliced as spliced
     from .store.importing import import_array as import_array
     from .store.importing import import_synthetic as import_synthetic
-    from .store.opening import list_home as list_home
     from .store.reader import ActivationStore as ActivationStore
     from .train.finetune import finetune as finetune
     from .train.fit import fit as fit
     from .train.fit import join as join
     from .train.fit import open_store as open_store
+    from .train.listing import list_home as list_home
 else:
     # Importing a submodule for the first time binds its name here. These two have the names of functions, and are
     # imported now, so that the names are free from here on.
@@ -81,27 +81,27 @@ else:
 __version__ = "0.1.0"
 _NAMES = {  # by module
     "base.errors": ["SaeError"],
+    "derive.export": ["export", "push"],
+    "derive.refit": ["refit"],
     "extract.extraction": ["extract"],
-    "extract.spliced": ["spliced"],
     "geometry.geometry": ["geometry"],
     "measure.controls": ["controls"],
     "measure.evaluate": ["evaluate", "sparsity"],
     "measure.explain": ["explain"],
-    "measure.export": ["export", "push"],
     "measure.probes": ["probe"],
     "measure.read": ["read"],
-    "measure.refit": ["refit"],
     "measure.stability": ["stability"],
     "measure.steer": ["steer", "steering"],
     "sae.dictionary": ["SAE"],
     "sae.library": ["load_sae", "save_sae"],
     "show.drawing": ["draw"],
     "show.report": ["report"],
+    "splice.spliced": ["spliced"],
     "store.importing": ["import_array", "import_synthetic"],
-    "store.opening": ["list_home"],
     "store.reader": ["ActivationStore"],
     "train.finetune": ["finetune"],
     "train.fit": ["fit", "join", "open_store"],
+    "train.listing": ["list_home"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_MODULES]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import saecli
 from saecli.cli.main import main
-from saecli.extract.options import TINY_GEMMA2
+from saecli.model.names import TINY_GEMMA2
 from saecli.sae.activations import ACTIVATIONS, Activation, Relu, activation_to_json
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, save_native

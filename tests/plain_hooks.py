@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saecli.extract.splice import TextWindow
+from saecli.model.windows import TextWindow
 
 Replace = Callable[[Tensor], Tensor]
 

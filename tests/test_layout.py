@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
 # From the top down.
-ROOMS = "cli show geometry measure train extract sae store base".split()
+ROOMS = "cli show geometry derive measure train splice extract model sae store base".split()
 DOORS = {
-    "transformers": {"extract"},
+    "transformers": {"model", "splice"},
     "matplotlib": {"show"},
     "datasets": {"extract"},
     "pydantic": {"base"},

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from saecli.base.devices import device_named
-from saecli.extract.language_model import LanguageModel
-from saecli.extract.model_source import find_model
+from saecli.model.language_model import LanguageModel
+from saecli.model.source import find_model
 from saecli.store.reader import ActivationStore
 
 LAYERS, WIDTH, VOCABULARY = 3, 16, 64

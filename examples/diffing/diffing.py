@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.readers import STDLIB_DOCS
 from saecli.extract.texts import TextSource
+from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.show.style import COLOURS, figure
 
 WORDS = (

@@ -12,8 +12,8 @@ import rich.console
 from rich.segment import Segment
 from rich.text import Text
 
-from .errors import printable
 from .files import to_json
+from .words import printable
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines if stderr is not a terminal
 PIPE_WIDTH = 140  # width of tables in a file or pipe, unless COLUMNS is set

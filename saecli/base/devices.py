@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import ConfigError, one_line
-from .machine import available_memory, local_world
+from .machine import available_memory
+from .processes import local_world
 
 P = ParamSpec("P")
 R = TypeVar("R")

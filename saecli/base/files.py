@@ -169,3 +169,12 @@ def lock_folder(folder: Path, owned: Collection[str] = ()) -> int:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def folder_bytes(folder: Path) -> int:
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process may rename or remove it
+                size += os.stat(os.path.join(parent, name)).st_size
+    return size

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from .documents import Marker, read_json
-from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
+from .errors import ConfigError, RunError, SaeError, StoreError
 from .files import expanded
+from .words import did_you_mean
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"

@@ -19,7 +19,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .documents import expectation
-from .errors import ConfigError, did_you_mean, flag_of, unknown_choice
+from .errors import ConfigError
+from .words import did_you_mean, flag_of, unknown_choice
 
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch and HDF5 index with it
 Seed = Annotated[int, Ge(0), Le(2**53)]  # readers of JSON may round larger ones

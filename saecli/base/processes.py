@@ -5,6 +5,7 @@ All processes must make the same calls in the same order. When one has ended, th
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -15,13 +16,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import PeerError
-from .machine import local_rank, local_world, rank, world
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Value = TypeVar("Value")
-
 # Others wait while rank 0 solves; one that has ended is noticed at once.
 PATIENCE = timedelta(days=1)
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -200,3 +199,23 @@ def _peers() -> Iterator[Any]:
             f"lost the others of {world()} processes, one of which has ended; run the same command "
             f"again to go on from what was saved (`sae train` with --resume)"
         ) from error
+
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all needed to join the processes
+
+
+def world() -> int:
+    """The world size; 1 without a launcher."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in LAUNCHED) else 1
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if world() > 1 else 0
+
+
+def local_world() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0)) if world() > 1 else 0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..extract.options import TINY_GEMMA2
+from ..model.names import TINY_GEMMA2
 from .options import PATH, Json, start
 
 ROWS = 20_000
@@ -31,7 +31,7 @@ def command(
 
     Example: sae demo --pictures pictures
     """
-    from ..store.opening import list_home
+    from ..train.listing import list_home
 
     session = start(ctx)
     runs_folder, pictures = session.home.runs.path, pictures or session.home.path / "demo"

@@ -30,7 +30,7 @@ def command(
 
     Example: sae export first --to saelens --out exported
     """
-    from ..measure.export import export
+    from ..derive.export import export
 
     session = start(ctx, new=out)
     document = session.call(export, sae=runs)

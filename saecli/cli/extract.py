@@ -4,10 +4,12 @@ from typing import Annotated, Any, Literal
 import typer
 from annotated_types import Ge
 
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError
 from ..base.options import Config, Shown, options_from, options_of
 from ..base.processes import communicator
-from ..extract.options import ExtractConfig, Site
+from ..base.words import flag_of
+from ..extract.options import ExtractConfig
+from ..store.origin import Site
 from .options import Device, Json, configured, start
 
 
@@ -87,7 +89,7 @@ def command(
 
     session = start(ctx)
     if list_modules:
-        from ..extract.language_model import modules_document
+        from ..model.language_model import modules_document
         from ..show.tables import modules_table
 
         idle = session.given - {"model", "model_revision", "list_modules", "json"}

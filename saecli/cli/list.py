@@ -2,7 +2,8 @@ from typing import Annotated
 
 import typer
 
-from ..base.errors import StoreError, counted
+from ..base.errors import StoreError
+from ..base.words import counted
 from .options import Json, start
 
 
@@ -22,7 +23,7 @@ def command(
     Example: sae list --check
     """
     from ..show.tables import listing_tables
-    from ..store.opening import list_home
+    from ..train.listing import list_home
 
     session = start(ctx)
     document = session.call(list_home)

@@ -14,8 +14,10 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..base.errors import ConfigError, SaeError, one_line, printable
-from ..base.machine import is_disk_full, is_out_of_memory, rank, world
+from ..base.errors import ConfigError, SaeError, one_line
+from ..base.machine import is_disk_full, is_out_of_memory
+from ..base.processes import rank, world
+from ..base.words import printable
 
 GROUPS = {
     "Try": {

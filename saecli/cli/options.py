@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..base.console import Console
-from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
+from ..base.errors import ConfigError, one_line
 from ..base.files import demand_place, expanded, is_free, partial_path
 from ..base.home import Home
 from ..base.options import Config, Option, options_of
-from ..extract.options import Site as SiteName
+from ..base.words import did_you_mean, flag_of
+from ..store.origin import Site as SiteName
 
 WIDEST_METAVAR = 16  # more leave no room for the help in 80 columns
 

@@ -53,7 +53,7 @@ def command(
 
     Example: sae push first someone/my-saes --private
     """
-    from ..measure.export import push
+    from ..derive.export import push
 
     session = start(ctx)
     names = session.home.runs.matching([run])

@@ -33,9 +33,9 @@ def command(
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
+    from ..derive.refit import refit_run
     from ..measure.evaluate import check_tokens
     from ..measure.measured import ChosenRows
-    from ..measure.refit import refit_run
     from ..show.measures import refit_table
 
     session = start(ctx)

@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from ..base.errors import size_words
+from ..base.words import size_words
 from .options import (
     Data,
     Device,

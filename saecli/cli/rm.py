@@ -3,7 +3,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..base.errors import ConfigError, counted, size_words
+from ..base.errors import ConfigError
+from ..base.words import counted, size_words
 from .options import Json, start
 
 
@@ -23,7 +24,7 @@ def command(
 
     Example: sae rm first --yes
     """
-    from ..store.opening import removable, remove
+    from ..train.listing import removable, remove
 
     session = start(ctx)
     entries = removable(session.home, names, kind)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..base.errors import ConfigError, SaeError, flag_of
+from ..base.errors import ConfigError, SaeError
 from ..base.home import checked_name, now
 from ..base.options import options_from
 from ..base.processes import communicator
-from ..extract.options import TINY_GEMMA2, ExtractConfig, place_given
+from ..base.words import flag_of
+from ..extract.options import ExtractConfig
+from ..model.names import TINY_GEMMA2
 from ..sae.activations import ACTIVATIONS
+from ..store.origin import place_given
 from ..train import SOLVERS
 from ..train.options import TRAINED, TrainingConfig
 from .extract import Places
@@ -21,7 +24,7 @@ from .options import Given, Json, Session, configured, start
 
 if TYPE_CHECKING:
     from ..extract.streaming import Streamed
-    from ..store.opening import Joined
+    from ..store.joined import Joined
     from ..train.fit import RowsOf
     from ..train.jobs import Job
 
@@ -244,7 +247,7 @@ def _draw_curves(folders: Sequence[Path]) -> None:
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
     """The names of a training's stores, and of its target, for each training."""
-    from ..store.opening import paired
+    from ..store.joined import paired
 
     data, target = session.options["data"] or [], session.options["target"]
     if not session.options["each"] or session.options["model"]:
@@ -269,7 +272,7 @@ def _rows(
 ) -> tuple[Joined | Streamed, RowsOf]:
     """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
     rows; `begun` if training begins from an SAE."""
-    from ..store.opening import open_joined
+    from ..store.joined import open_joined
     from ..train.plan import split_rows
 
     processes, values = communicator(), options[0].values

@@ -17,36 +17,31 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, counted
+from ..base.errors import ConfigError
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
+from ..base.words import counted
+from ..model.choice import ModelLike
+from ..model.names import ModelDtype
+from ..model.windows import CPU_TOKENS, pass_tokens
 from ..store.opening import finished_store, note_when_stopped, warn_of, warn_of_nonfinite
+from ..store.origin import HookPoint, last_layer, module_site
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.shard_writer import Admission
 from ..store.values import DTYPES
 from ..store.writer import StoreWriter, no_rows, ranked_store
-from .forward import CPU_TOKENS, Forward, fill, pass_tokens
-from .options import (
-    DEFAULT_CONTEXT,
-    SHARD_ROWS,
-    TOKEN_COLUMNS,
-    ExtractConfig,
-    HookPoint,
-    ModelDtype,
-    last_layer,
-    module_site,
-)
+from .chats import REPEATED, Chats
+from .filling import Forward, fill
+from .options import DEFAULT_CONTEXT, SHARD_ROWS, TOKEN_COLUMNS, ExtractConfig
 from .requests import StoreRequest, demand_same_tokens, points_of, store_requests
-from .splice import ModelLike
 from .texts import Document, Mixture
-from .tokenizer import REPEATED, Chats
 from .windows import BLOCK_TOKENS, START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
-    from .language_model import LanguageModel
-    from .model_source import ModelSource
+    from ..model.language_model import LanguageModel
+    from ..model.source import ModelSource
 
 BLOCK_WORK = 1 << 42  # parameters times tokens of a block on a CPU: half a minute on two cores
 BLOCK_BYTES = 1 << 32  # of its rows at all hook points
@@ -105,8 +100,8 @@ def extract(
             `model.layers.3.self_attn.o_proj:in`: its input, or without `:in` its output. `*` is any part of the name,
             such as every layer, and gives a list of stores.
     """
-    from .model_objects import in_eval_mode, loaded_sources
-    from .model_source import find_model  # transformers takes seconds to import
+    from ..model.loaded import in_eval_mode, loaded_sources
+    from ..model.source import find_model  # transformers takes seconds to import
 
     tokenizer, module = (options.pop(name, None) for name in ("tokenizer", "module"))
     demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
@@ -151,7 +146,7 @@ def extract(
                     f"{config.rows}"
                 )
             text.demand_read()
-            from .language_model import LanguageModel  # transformers takes seconds to import
+            from ..model.language_model import LanguageModel  # transformers takes seconds to import
 
             last = last_layer(points)
             loaded = [
@@ -186,7 +181,7 @@ def resolved(
 ) -> tuple[ExtractConfig, "ModelSource", Mixture]:
     """The options without `auto` and None, where the model is, and the text, pinned; `given` names the options that
     the user set, and `source` is of a loaded model."""
-    from .model_source import find_model
+    from ..model.source import find_model
 
     text = config.text(given)
     source = source or find_model(config.model, config.model_revision)
@@ -212,7 +207,7 @@ class Extraction:
         listener: Listener,
         processes: Communicator = ALONE,
     ) -> None:
-        from .language_model import SideBySide
+        from ..model.language_model import SideBySide
 
         self.config, self.listener, self.processes = config, listener, processes
         self.model, self.all = models[0], SideBySide(models)

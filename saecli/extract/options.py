@@ -1,27 +1,20 @@
-"""The options of an extraction; names of models and of sites. Imports neither NumPy nor torch: help pages are fast."""
+"""The options of an extraction. Imports neither NumPy nor torch: help pages are fast."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from ..base.documents import point_words
-from ..base.errors import ConfigError, counted, flag_of
+from ..base.errors import ConfigError
 from ..base.files import expanded
 from ..base.options import Config, Count, Positive, Shown, options_of
+from ..base.words import counted, flag_of
+from ..model.names import TINY_GEMMA2, ModelDtype
 from ..store.options import MAX_NORM_HELP, StoredDtype
 from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, HubDataset, reader_of
 from .texts import Mixture, TextSource
 
-TINY_GEMMA2 = "tiny-gemma2"
-BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
-Site = Literal["resid_post", "resid_pre", "resid_mid", "mlp_in", "mlp_out", "attn_out", "attn_z"]
-SITES = get_args(Site)
-SIDES = ("in", "out")  # of a module
-ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
-MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
 # In the order of `TextSource`'s fields.
 OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
@@ -29,83 +22,6 @@ DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
 TOKEN_COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
-
-
-def module_site(module: str) -> str:
-    """A module's name with its side, by default the output."""
-    path, colon, side = module.partition(":")
-    if not path or (colon and side not in SIDES):
-        raise ConfigError(
-            "--module must be a module's name, then :in or :out, as in model.layers.3.mlp:out, got "
-            f"{module!r}; see `sae extract --list-modules`"
-        )
-    return f"{path}:{side or 'out'}"
-
-
-def place_given(
-    layer: int | None, site: str | None, module: str | None
-) -> tuple[int | None, str | None]:
-    """Layer and site as the user gives them, or the site that is a module."""
-    if module is None:
-        return layer, site
-    if layer is not None or site is not None:
-        raise ConfigError(
-            "cannot use both --module and --layer or --site at the same time; use one of them"
-        )
-    return None, module_site(module)
-
-
-def at_revision(model: str, revision: str | None) -> str:
-    """A model's name with a revision, as `find_model` takes it."""
-    return f"{model}@{revision}" if revision else model
-
-
-class HookPoint(NamedTuple):
-    """A side of a module: `layer`, from 0, is that of its block, and `site` one of `SITES`, or its name in the block,
-    then `:in` or `:out`; without a layer its name in the model. `model` is the number of its model among several.
-
-    resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
-    resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
-    resid_mid     the residual stream between them: attention is added, the MLP's norm has not acted
-    attn_z        the input of attention's output projection: `attn.hook_z`, its heads side by side
-    attn_out      attention's addition to the residual stream
-    mlp_in        the MLP's input, after its norm
-    mlp_out       the MLP's addition to the residual stream
-    """
-
-    layer: int | None
-    site: str
-    model: int = 0
-
-    @classmethod
-    def of(cls, origin: Mapping[str, Any], model: int = 0) -> Self:
-        """The hook point in a store's or an input's record."""
-        return cls(origin.get("layer"), origin["site"], model)
-
-    def __str__(self) -> str:
-        return point_words(self.layer, self.site)
-
-    @property
-    def is_known(self) -> bool:
-        _, colon, side = self.site.partition(":")
-        if colon:
-            return side in SIDES
-        return self.layer is not None and self.site in SITES
-
-    @property
-    def has_model_width(self) -> bool:
-        """Whether activations there have as many dimensions as the residual stream."""
-        return ":" not in self.site and self.site != "attn_z"
-
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"layer": self.layer, "site": self.site}
-
-
-def last_layer(points: Iterable[HookPoint]) -> int | None:
-    """The last layer that a pass up to these points needs; None for all, where a module is outside of blocks."""
-    layers = [point.layer for point in points]
-    return None if None in layers else max(layer for layer in layers if layer is not None)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.errors import ConfigError, unknown_choice
+from ..base.errors import ConfigError
 from ..base.home import STORE_MARKER, Shelf, checked_name
+from ..base.words import unknown_choice
+from ..model.tokenizer import affixes
 from ..store.opening import DERIVED
+from ..store.origin import SITES, HookPoint
 from ..store.schema import hash_request, read_meta
-from .options import SITES, ExtractConfig, HookPoint
+from .options import ExtractConfig
 from .texts import Mixture
-from .tokenizer import affixes
 
 if TYPE_CHECKING:
-    from .model_source import ModelSource
+    from ..model.source import ModelSource
 
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
 DECIDING = (
@@ -36,7 +38,7 @@ DECIDING = (
 def demand_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) -> None:
     """Refuse several models unless the tokens that they share have the same ids; loads their tokenizers, and no
     weights."""
-    from .language_model import load_tokenizer
+    from ..model.language_model import load_tokenizer
 
     for number, source in enumerate(sources[1:], 1):
         source.check_context(config.window)
@@ -133,7 +135,7 @@ def points_of(
     "all", or None for the middle one; a site may be a module of the block with its side. ConfigError for one that a
     model lacks."""
     if modules:
-        from .language_model import modules_of
+        from ..model.language_model import modules_of
 
         trees = [modules_of(model) for model in models]
         named = product(enumerate(trees), modules)

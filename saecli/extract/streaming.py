@@ -13,11 +13,13 @@ from ..base.errors import ConfigError
 from ..base.files import expanded
 from ..base.home import Home
 from ..base.processes import ALONE
+from ..model.names import TINY_GEMMA2
+from ..store.origin import last_layer
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction, resolved
-from .forward import ahead, demand_some
-from .options import TINY_GEMMA2, ExtractConfig, last_layer
+from .filling import ahead, demand_some
+from .options import ExtractConfig
 from .readers import STDLIB_DOCS
 from .requests import points_of, store_requests
 
@@ -71,7 +73,7 @@ def open_stream(
 ) -> tuple[Streamed, Extraction]:
     """Load a model, `whole` or up to the layer, and open a text; `given` names the options that the user set, `at`
     the layer, None for the middle one, and the site, or a module's name with its side."""
-    from .language_model import LanguageModel  # transformers takes seconds to import
+    from ..model.language_model import LanguageModel  # transformers takes seconds to import
 
     torch_device = device_named(device)
     config, source, text = resolved(config, given, torch_device, ALONE)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from ..base.errors import ModelError, one_line
-from ..base.machine import why_unreachable
+from ..base.network import why_unreachable
 from .readers import HubDataset, Mark, Row, StdlibDocs, TextFile, parts_of, reader_of
 
 CHAT_COLUMNS = ("messages", "conversations")

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ..base.errors import ConfigError
+from ..model.tokenizer import affixes, special_ids, text_ids
 from ..store.values import Windows as StoredWindows
+from .chats import ASSISTANT, Conversation
 from .texts import Document, Mark
-from .tokenizer import ASSISTANT, Conversation, affixes, special_ids, text_ids
 
 BLOCK_TOKENS = 1 << 14  # of a block, about
 SPARE_ROWS = 2_048  # of a block that makes up for rows that were not stored

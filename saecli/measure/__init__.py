@@ -13,8 +13,6 @@ judge.py         labels and scores by a language model
 endpoint.py      the server that it is behind
 labels.py        the file of labels
 read.py          the latents that fire on a text
-refit.py         the exact decoder for given rows, as a run
 steer.py         text generated with latents changed
 latents.py       examples, histograms and partners of latents, for reports
-export.py        an SAE in another library's format, and on the Hugging Face hub
 """

@@ -27,13 +27,14 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.documents import read_run
 from ..base.errors import ConfigError, RunError, TrainingError
 from ..base.home import Home
-from ..extract.splice import spec_of, stored_activations, stored_windows
+from ..model.choice import spec_of
+from ..model.windows import stored_activations, stored_windows
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
+from ..sae.run_documents import read_run
 from ..store.reader import RowSource
 from ..train import SOLVERS
 from ..train.loop import Loop
@@ -46,7 +47,7 @@ from .evaluate import check_model, check_tokens, evaluate_all, noted
 from .measured import Measured
 
 if TYPE_CHECKING:
-    from ..extract.language_model import LanguageModel
+    from ..model.language_model import LanguageModel
 
 MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl")
 FIXED = {"fixed encoder": "W_enc", "fixed decoder": "W_dec"}
@@ -179,8 +180,8 @@ class _Work:
         return [shuffled(rows, self.plan.training.seed) for rows in sources]
 
     def rows_of_random_weights(self, name: str, sources: Sequence[RowSource]) -> list[ArrayRows]:
-        from ..extract.language_model import LanguageModel  # transformers takes seconds to import
-        from ..extract.model_source import find_model
+        from ..model.language_model import LanguageModel  # transformers takes seconds to import
+        from ..model.source import find_model
 
         device = self.run.sae.W_enc.device
         model = LanguageModel(find_model(name), device, weights_seed=self.plan.training.seed)
@@ -236,8 +237,8 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
 
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
-    from ..extract.forward import pass_tokens  # transformers takes seconds to import
-    from ..extract.options import HookPoint
+    from ..model.windows import pass_tokens  # transformers takes seconds to import
+    from ..store.origin import HookPoint
 
     stored = [*rows.inputs, *([rows.target] if rows.target else [])]
     sources = [each.store.meta.source for each in stored]

@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 
 from ..base.console import Listener
 from ..base.documents import parse_json
-from ..base.errors import ConfigError, ModelError, counted, one_line
+from ..base.errors import ConfigError, ModelError, one_line
 from ..base.files import to_json
-from ..base.machine import is_passing, why_silent
+from ..base.network import is_passing, why_silent
 from ..base.options import Config, Count, Shown
+from ..base.words import counted
 
 ANSWERS = "answers.jsonl"
 BUSY_SECONDS = 60  # that a server may take to say that it is there

@@ -11,25 +11,18 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, ModelError, SaeError, counted, demand_at_least, one_line
+from ..base.errors import ConfigError, ModelError, SaeError, one_line
 from ..base.home import Home
 from ..base.machine import is_out_of_memory
-from ..extract.options import HookPoint
-from ..extract.splice import (
-    READ,
-    ModelLike,
-    check_rows,
-    hooked,
-    model_given,
-    source_of,
-    spec_of,
-    stored_windows,
-    unlike,
-)
+from ..base.words import counted, demand_at_least
+from ..model.choice import READ, ModelLike, check_rows, model_given, source_of, spec_of, unlike
+from ..model.windows import stored_windows
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
-from ..store.opening import Joined
+from ..splice.hooked import hooked
+from ..store.joined import Joined
+from ..store.origin import HookPoint
 from ..store.reader import Rows
 from ..store.split import Which
 from ..train.plan import few_documents
@@ -39,8 +32,8 @@ from .labels import shown_labels
 from .measured import Alignment, ChosenRows, Measured, RowsLike, by_rows
 
 if TYPE_CHECKING:
-    from ..extract.model_source import ModelSource
-    from ..extract.passes import Passes
+    from ..model.source import ModelSource
+    from ..splice.passes import Passes
 
 TOGETHER = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "ce_mean", "tokens")
 MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
@@ -191,8 +184,8 @@ def stored_models(measured: Measured) -> list[str]:
 
 def own_models(measured: Measured, device: torch.device) -> list[str]:
     """`stored_models` if each is on this machine and fits into a device's memory, else an error that says why not."""
-    from ..extract.language_model import demand_memory  # transformers takes seconds to import
-    from ..extract.model_source import demand_here, find_model
+    from ..model.language_model import demand_memory  # transformers takes seconds to import
+    from ..model.source import demand_here, find_model
 
     names = stored_models(measured)
     if names and any("loaded" in store.meta.source for store in measured.stores.all):
@@ -272,7 +265,7 @@ class _Splice:
         self, tokens: int, listener: Listener, source: int | None = None
     ) -> Iterable[dict[str, Any]]:
         """For each SAE, the effects on all rows, or on one source's of a mixture."""
-        from ..extract.passes import ZERO_TOKENS, effects
+        from ..splice.passes import ZERO_TOKENS, effects
 
         rows = self.saes[0].of_store
         total = rows.rows
@@ -323,8 +316,8 @@ class _Splice:
 
 def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) -> list[_Splice]:
     """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
-    from ..extract.language_model import LanguageModel  # transformers takes seconds to import
-    from ..extract.passes import Passes
+    from ..model.language_model import LanguageModel  # transformers takes seconds to import
+    from ..splice.passes import Passes
 
     device = measured_saes[0].sae.W_enc.device
     groups = []
@@ -452,9 +445,9 @@ def together(
         `model`, the measures of `extract.together.effects_together`, and `runs`, with the hook points and the errors of
         each.
     """
-    from ..extract.language_model import LanguageModel
-    from ..extract.passes import Passes
-    from ..extract.together import demand_together, effects_together
+    from ..model.language_model import LanguageModel
+    from ..splice.passes import Passes
+    from ..splice.together import demand_together, effects_together
 
     acts = [hooked((each.subject, each.saved), None, None) for each in measured_saes]
     demand_together(acts)

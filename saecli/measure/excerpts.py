@@ -16,7 +16,7 @@ import torch
 from scipy.sparse import csc_array, csr_array, vstack
 
 from ..base.console import Listener
-from ..extract.tokenizer import TokenTexts
+from ..model.tokenizer import TokenTexts
 from ..store.split import TEST_FRACTION, Which
 from .latents import CoFiring, in_blocks
 from .measured import Measured, at_tokens, spread_out

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, demand_at_least, flag_of
+from ..base.errors import ConfigError
 from ..base.files import demand_place
 from ..base.home import Home
 from ..base.options import demand_known, options_of
-from ..extract.language_model import load_tokenizer
-from ..extract.model_source import find_model
-from ..extract.splice import spec_of
-from ..extract.tokenizer import TokenTexts
+from ..base.words import demand_at_least, flag_of
+from ..model.choice import spec_of
+from ..model.language_model import load_tokenizer
+from ..model.source import find_model
+from ..model.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import DENSE_FREQUENCY
 from .endpoint import ANSWERS, Endpoint, Server

@@ -20,9 +20,10 @@ from scipy.sparse import csc_array, csr_array, vstack
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from ..base.errors import ConfigError, MachineError, counted, size_words
+from ..base.errors import ConfigError, MachineError
 from ..base.machine import available_memory
-from ..extract.tokenizer import ROLES
+from ..base.words import counted, size_words
+from ..extract.chats import ROLES
 from ..sae.codes import Codes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing

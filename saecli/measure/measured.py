@@ -25,7 +25,7 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.formats.hooks import settled, why_unsettled
 from ..sae.library import SAELike, Subject, hook_points, note_if_remade, open_sae
-from ..store.opening import Joined, open_joined
+from ..store.joined import Joined, open_joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from ..store.split import Split, Which
 from ..store.values import OUTLYING

@@ -35,14 +35,16 @@ from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, ModelError, demand_at_least
+from ..base.errors import ConfigError, ModelError
 from ..base.home import Home
-from ..extract.forward import pass_tokens
-from ..extract.language_model import LanguageModel
-from ..extract.options import HookPoint, last_layer, place_given
-from ..extract.splice import Hooked, ModelLike, TextWindow, hooked, model_of, stored_activations
-from ..extract.tokenizer import affixes, text_ids
+from ..base.words import demand_at_least
+from ..model.choice import ModelLike
+from ..model.language_model import LanguageModel
+from ..model.tokenizer import affixes, text_ids
+from ..model.windows import TextWindow, pass_tokens, stored_activations
 from ..sae.library import SAELike, open_sae
+from ..splice.hooked import Hooked, hooked, model_of
+from ..store.origin import HookPoint, last_layer, place_given
 from .measured import codes_of
 
 COUNTS = (1, 2, 5, 16)  # latents of a probe

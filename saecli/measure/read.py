@@ -19,16 +19,20 @@ from scipy.sparse import csc_array, csr_array, vstack
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, demand_at_least, demand_text, unknown_choice
+from ..base.errors import ConfigError
 from ..base.home import Home
-from ..extract.language_model import LanguageModel
-from ..extract.options import last_layer, place_given
-from ..extract.splice import Hooked, ModelLike, TextWindow, hooked, model_of, stored_activations
+from ..base.words import demand_at_least, demand_text, unknown_choice
+from ..extract.chats import REPEATED, ROLES, Chats, Conversation
 from ..extract.texts import Document
-from ..extract.tokenizer import REPEATED, ROLES, Chats, Conversation, TokenTexts, characters
 from ..extract.windows import Window, Windows
+from ..model.choice import ModelLike
+from ..model.language_model import LanguageModel
+from ..model.tokenizer import TokenTexts, characters
+from ..model.windows import TextWindow, stored_activations
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Firing
+from ..splice.hooked import Hooked, hooked, model_of
+from ..store.origin import last_layer, place_given
 from .labels import shown_labels
 from .latents import chosen_latents
 from .measured import at_tokens, codes_of, own_codes

@@ -23,8 +23,8 @@ import numpy as np
 import pandas
 from scipy.sparse import csc_array, csr_array
 
-from ..base.errors import numbers_in_words, printable
-from ..extract.tokenizer import TokenTexts
+from ..base.words import numbers_in_words, printable
+from ..model.tokenizer import TokenTexts
 from .excerpts import SEED, Corpus, Spans
 
 OfLatent = TypeVar("OfLatent")

@@ -24,27 +24,21 @@ from torch import Tensor, nn
 
 from ..base.console import Listener, Silent, listening
 from ..base.devices import as_usual, device_named
-from ..base.documents import point_words
-from ..base.errors import ConfigError, counted, demand_at_least, demand_text, unknown_choice
+from ..base.errors import ConfigError
 from ..base.home import Home
-from ..extract.language_model import LanguageModel
-from ..extract.options import place_given
-from ..extract.splice import (
-    Hooked,
-    ModelLike,
-    TextWindow,
-    hooked,
-    model_given,
-    model_of,
-    source_of,
-    stored_activations,
-)
-from ..extract.spliced import Splice, splices
-from ..extract.tokenizer import REPEATED, TokenTexts, affixes, special_ids, text_ids
-from ..extract.tokens import continuation
+from ..base.words import counted, demand_at_least, demand_text, unknown_choice
+from ..extract.chats import REPEATED
+from ..model.choice import ModelLike, model_given, source_of
+from ..model.language_model import LanguageModel
+from ..model.tokenizer import TokenTexts, affixes, special_ids, text_ids
+from ..model.windows import TextWindow, stored_activations
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
+from ..splice.generation import continuation
+from ..splice.hooked import Hooked, hooked, model_of
+from ..splice.spliced import Splice, splices
+from ..store.origin import place_given, point_words
 from .labels import shown_labels
 from .latents import chosen_latents
 from .measured import own_codes

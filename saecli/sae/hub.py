@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import unquote
 
 from ..base.console import Listener
-from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
-from ..base.machine import LOG_IN, is_passing, why_refused, why_unreachable
+from ..base.errors import ConfigError, FormatError, HubError, SaeError, one_line
+from ..base.network import LOG_IN, is_passing, why_refused, why_unreachable
+from ..base.words import did_you_mean
 from .formats import FORMATS, among, known_files, recognise
 
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..

@@ -12,17 +12,19 @@ from typing import Any, Protocol
 import torch
 
 from ..base.console import Listener, Silent
-from ..base.documents import point_words, read_run
-from ..base.errors import HubError, RunError, unknown_choice
+from ..base.errors import HubError, RunError
 from ..base.files import expanded
 from ..base.home import RUN_MARKER, Home
-from ..store.opening import Joined
+from ..base.words import unknown_choice
+from ..store.joined import Joined
+from ..store.origin import point_words
 from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
 from .formats.common import ORIGIN
 from .hub import Address, fetch, registered, registry_hint
+from .run_documents import read_run
 
 # An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
 SAELike = SAE | str | Path | None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..base.errors import ConfigError, counted
+from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
+from ..base.words import counted
 from .codes import Codes, Prefixes
 from .dictionary import Batch, Dictionary
 

@@ -7,9 +7,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..base.console import listening
-from ..base.errors import ConfigError, unknown_choice
+from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import demand_known, options_of
+from ..base.words import unknown_choice
 from ..geometry import Settings
 from ..geometry.geometry import measure_geometry
 from ..measure.evaluate import compare_measured, sparsity_document

@@ -25,7 +25,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base.errors import ConfigError, counted, number
+from ..base.errors import ConfigError
+from ..base.words import counted, number
 from ..geometry.cells import Cells, cells_of
 from ..geometry.geometry import Geometry, support_keys
 from ..geometry.references import principal_directions

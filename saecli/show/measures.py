@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 
-from ..base.documents import point_words
-from ..base.errors import counted, number, printable
+from ..base.words import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import TOGETHER
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
+from ..store.origin import point_words
 from .tables import METRICS, Document, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.

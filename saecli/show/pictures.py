@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import ArrayLike, NDArray
 
-from ..base.errors import counted
+from ..base.words import counted
 from ..measure.hook_points import DECOUPLED, EXCLUSIVE, SHRUNK
 from ..sae.metrics import DENSE_FREQUENCY, Firing
 from .measures import curve, frequency_edges, l0_bins, probes_of

@@ -11,9 +11,9 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from ..base.documents import point_words, without_folders
-from ..base.errors import counted, printable
 from ..base.files import appearing_whole
+from ..base.words import counted, printable
+from ..store.origin import point_words, without_folders
 from .measures import labelled
 from .report import page_of
 from .tables import Document, table

@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from ..base.errors import counted, number, numbers_in_words, printable, size_words
 from ..base.home import Home
+from ..base.words import counted, number, numbers_in_words, printable, size_words
 
 Document = Mapping[str, Any]  # what measure, geometry and others return, or a part of it
 LONG = 24  # characters of a word that is folded rather than leave other columns no room

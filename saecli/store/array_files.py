@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..base.errors import FormatError, counted
+from ..base.errors import FormatError
 from ..base.home import natural_order
+from ..base.words import counted
 from .arrays import (
     Array,
     Arrays,

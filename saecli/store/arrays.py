@@ -25,8 +25,9 @@ import numpy as np
 from safetensors import safe_open
 
 from ..base.documents import read_json
-from ..base.errors import FormatError, size_words
+from ..base.errors import FormatError
 from ..base.machine import available_memory
+from ..base.words import size_words
 from .options import SUFFIXES, ImportConfig, StoredDtype
 
 if TYPE_CHECKING:

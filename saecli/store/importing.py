@@ -9,11 +9,12 @@ from typing import Any, TypeAlias, cast, get_args
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, StoreError, counted, flag_of, printable, size_words
+from ..base.errors import ConfigError, StoreError
 from ..base.files import appearing_whole, file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
 from ..base.processes import writing_thread
+from ..base.words import counted, flag_of, printable, size_words
 from .array_files import Files, open_array
 from .arrays import ArraySource
 from .opening import DERIVED, finished_store, note_when_stopped, warn_of_nonfinite

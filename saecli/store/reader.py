@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from ..base.errors import StoreError, demand_at_least
+from ..base.errors import StoreError
+from ..base.words import demand_at_least
 from .schema import StoreMeta, read_meta
 from .shard import Chunks
 from .split import (

@@ -20,7 +20,8 @@ from typing import Literal, Self, TypeAlias, get_args
 
 import numpy as np
 
-from ..base.errors import ConfigError, unknown_choice
+from ..base.errors import ConfigError
+from ..base.words import unknown_choice
 from .shard import Chunks
 from .values import DTYPES
 

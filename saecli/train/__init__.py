@@ -9,7 +9,7 @@
     adam.py           the optimiser                          pam.py            Algorithm 3.1, `--solver pam`
     moments.py        what a decoder step sums over rows     pam_sgd.py        `--solver pam-sgd`: release, re-aiming
     finetune.py       saecli.finetune, as a run              through.py        its solver and loop, through the model
-    finetune_options.py   options of sae finetune
+    finetune_options.py   options of sae finetune                listing.py         stores and runs, listed and removed
     ridge/            the closed-form decoder
 
 To add a solver, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`. README.md says

@@ -11,27 +11,25 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, RunError, flag_of
+from ..base.errors import ConfigError, RunError
 from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import communicator
-from ..extract.language_model import LanguageModel
-from ..extract.model_source import ModelSource
-from ..extract.options import ExtractConfig, ModelDtype, place_given
-from ..extract.passes import Passes
-from ..extract.splice import (
-    Hooked,
-    TextWindow,
-    check_rows,
-    hooked,
-    model_of,
-    stored_windows,
-)
+from ..base.words import flag_of
+from ..extract.chats import REPEATED
+from ..extract.options import ExtractConfig
 from ..extract.streaming import Streamed, open_stream
-from ..extract.tokenizer import REPEATED
+from ..model.choice import check_rows
+from ..model.language_model import LanguageModel
+from ..model.names import ModelDtype
+from ..model.source import ModelSource
+from ..model.windows import TextWindow, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
-from ..store.opening import Joined, open_joined
+from ..splice.hooked import Hooked, hooked, model_of
+from ..splice.passes import Passes
+from ..store.joined import Joined, open_joined
+from ..store.origin import place_given
 from ..store.reader import Rows
 from ..store.split import Split
 from .finetune_options import FINETUNED, TEXT, Finetune

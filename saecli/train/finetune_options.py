@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from ..base.options import Count, NonNegative, Seed, Shown, options_from, options_of
-from ..extract.options import ExtractConfig, ModelDtype
+from ..extract.options import ExtractConfig
 from ..extract.readers import STDLIB_DOCS, TEXT_FILES
+from ..model.names import ModelDtype
 from .options import SolverConfig, TrainingConfig
 
 TEXT = (

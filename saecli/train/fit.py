@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ..base.console import listening
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import Config, choose, demand_known, options_of
+from ..base.words import flag_of
 from ..sae.activations import ACTIVATIONS, Activation
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of
-from ..store.opening import Joined, find_store, warn_of
+from ..store.joined import Joined
+from ..store.opening import find_store, warn_of
 from ..store.reader import ActivationStore, JoinedRows, Rows, StoredRows
 from . import SOLVERS
 from .loop import Loop

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.console import Listener, Mute
-from ..base.documents import read_run
 from ..base.errors import ConfigError, PeerError, RunError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.processes import communicator
+from ..sae.run_documents import read_run
 from .plan import doubts_at_start
 from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training

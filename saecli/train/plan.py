@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
-from ..base.errors import ConfigError, StoreError, counted, number
-from ..base.machine import local_world
-from ..base.processes import Communicator
+from ..base.errors import ConfigError, StoreError
+from ..base.processes import Communicator, local_world
+from ..base.words import counted, number
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
-from ..store.opening import Joined
+from ..store.joined import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
 from . import ridge
 from .moments import sampled_bytes

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..base.console import Listener
-from ..base.documents import RUN_VERSION, Marker, parse_json, read_json
+from ..base.documents import Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, lock_folder, to_json, write_json
 from ..base.home import RUN_MARKER, Home
@@ -39,7 +39,8 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..sae.formats.common import read_safetensors, write_tensors
 from ..sae.library import origin_of
-from ..store.opening import Joined, open_joined
+from ..sae.run_documents import RUN_VERSION
+from ..store.joined import Joined, open_joined
 from . import SOLVERS
 from .loop import Loop
 from .options import TrainingConfig

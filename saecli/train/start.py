@@ -22,7 +22,7 @@ from ..sae.activations import Activation, LearnsThresholds, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
 from ..sae.normalisation import Normalisation
-from ..store.opening import Joined
+from ..store.joined import Joined
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, TrainingConfig
 from .rows import SAMPLED_ROWS

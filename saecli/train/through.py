@@ -25,14 +25,14 @@ from torch import Tensor
 from ..base.errors import ModelError
 from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
-from ..extract.forward import pass_tokens
-from ..extract.passes import CleanPass, Passes, effects
-from ..extract.splice import Hooked, TextWindow, in_batches, stored_activations
+from ..model.windows import TextWindow, in_batches, pass_tokens, stored_activations
 from ..sae.activations import THRESHOLD_RATE, Relu
 from ..sae.activations.base import between, scaled_to
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
+from ..splice.hooked import Hooked
+from ..splice.passes import CleanPass, Passes, effects
 from .finetune_options import Finetune
 from .loop import Loop
 from .plan import Plan

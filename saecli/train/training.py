@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..base.console import Step
 from ..base.devices import device_named, moved
-from ..base.errors import RunError, TrainingError, number
+from ..base.errors import RunError, TrainingError
 from ..base.processes import ALONE, Communicator
+from ..base.words import number
 from ..sae.dictionary import SAE, Batch, Dictionary
 from ..sae.metrics import reconstruction, reconstructions
 from .options import CALIBRATION_ROWS, TRAIN_ON

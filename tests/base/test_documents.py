@@ -24,10 +24,11 @@ from homes import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from saecli.base.documents import parse_json, published
+from saecli.base.documents import parse_json
 from saecli.base.errors import SaeError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import FORMATS, SavedSAE, load, save
+from saecli.store.origin import published
 
 
 @pytest.mark.parametrize(

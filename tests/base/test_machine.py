@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from saecli.base import machine
+from saecli.base import machine, processes
 from saecli.base.devices import device_named
 from saecli.base.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_a_group_over_its_limit_has_nothing_left(tree):
 def test_more_processes_than_gpus_compute_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name in (*machine.LAUNCHED, "LOCAL_WORLD_SIZE"):
+    for name in (*processes.LAUNCHED, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "3")
     assert device_named("cpu") == torch.device("cpu")
     said = r"no GPU for each of the 3 processes of this machine: .*--device cpu"

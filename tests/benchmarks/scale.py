@@ -32,12 +32,12 @@ from saecli.sae.activations.base import between
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 from saecli.sae.library import find_subject
-from saecli.store.opening import list_home, removable, remove
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.values import Windows
 from saecli.store.writer import StoreWriter
 from saecli.train import through
+from saecli.train.listing import list_home, removable, remove
 
 SIZES = {
     "shards": [1024, 4096, 16_384],

@@ -21,8 +21,8 @@ from reports import (
 )
 
 import saecli
-from saecli.extract.options import TINY_GEMMA2
 from saecli.measure.latents import LEAST, bin_edges
+from saecli.model.names import TINY_GEMMA2
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
 from saecli.show.report import SAMPLES, write_pages

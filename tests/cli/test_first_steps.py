@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import saecli
 from saecli.base.errors import ConfigError, StoreError
 from saecli.cli import demo
-from saecli.extract.options import BUNDLED
+from saecli.model.names import BUNDLED
 
 
 def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):

@@ -31,10 +31,10 @@ from transformers import (
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.splice import stored_windows
+from saecli.extract.chats import ROLES, Chats
 from saecli.extract.texts import Document, TextSource
-from saecli.extract.tokenizer import ROLES, Chats
 from saecli.extract.windows import Window, Windows
+from saecli.model.windows import stored_windows
 
 TEMPLATES, CONTEXT, BOS = Path(__file__).parents[1] / "templates", 40, 1
 CONTROL = (

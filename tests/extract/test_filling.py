@@ -21,11 +21,12 @@ from transformers import AutoTokenizer, LlamaModel
 
 from saecli.base.errors import ConfigError, ModelError
 from saecli.extract import windows as cutting
-from saecli.extract.forward import Forward, fill
-from saecli.extract.language_model import LanguageModel
-from saecli.extract.options import TOKEN_COLUMNS, HookPoint
+from saecli.extract.filling import Forward, fill
+from saecli.extract.options import TOKEN_COLUMNS
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
+from saecli.model.language_model import LanguageModel
+from saecli.store.origin import HookPoint
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter

@@ -18,8 +18,8 @@ from tiny_models import stored
 from transformers import AutoModelForCausalLM
 
 from saecli.base.home import Home
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.readers import stdlib_docstrings
+from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import rank_folder, read_meta
 

@@ -9,7 +9,7 @@ from tiny_models import DEEP, loaded, save_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config
 
 from saecli.base.errors import ModelError
-from saecli.extract.options import HookPoint
+from saecli.store.origin import HookPoint
 
 LENGTHS = [10, 40, 25, 16, 40]
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
-from saecli.extract.splice import TextWindow
+from saecli.model.windows import TextWindow
 from saecli.store.reader import ActivationStore
 from saecli.store.split import is_test
 

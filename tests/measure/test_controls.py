@@ -12,10 +12,10 @@ from ridge_problems import least_squares, terms_of
 from storing import collect
 
 import saecli
-from saecli.extract.language_model import LanguageModel
-from saecli.extract.model_source import find_model
-from saecli.extract.options import HookPoint
 from saecli.measure.controls import of_model, shuffled
+from saecli.model.language_model import LanguageModel
+from saecli.model.source import find_model
+from saecli.store.origin import HookPoint
 from saecli.store.reader import RowSource
 from saecli.train.fit import planned
 from saecli.train.loop import Loop

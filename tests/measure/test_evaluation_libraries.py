@@ -8,9 +8,9 @@ import pytest
 from homes import CommandLine
 from launching import captured, python_with
 
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.readers import stdlib_docstrings
-from saecli.extract.splice import stored_windows
+from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model.windows import stored_windows
 from saecli.store.reader import ActivationStore
 
 pytestmark = pytest.mark.slow

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 
 from saecli.base.console import Silent
-from saecli.base.machine import why_silent
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.base.network import why_silent
 from saecli.measure.endpoint import Endpoint, Server
 from saecli.measure.excerpts import Excerpt, LatentExcerpts
 from saecli.measure.judge import (
@@ -39,6 +38,7 @@ from saecli.measure.judge import (
     shuffled,
     verdicts_of,
 )
+from saecli.model.names import BUNDLED, TINY_GEMMA2
 
 ANIMALS = ("cat", "dog", "fish", "bird")
 FILLING = "the a sat on mat in house red blue ran to and tree".split()

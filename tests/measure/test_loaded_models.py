@@ -13,7 +13,7 @@ from tiny_models import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.extract.splice import TextWindow
+from saecli.model.windows import TextWindow
 from saecli.sae.dictionary import SAE
 
 TEXT = "\n\n".join("abcdefghijklmnop"[n % 9 : n % 9 + 7] for n in range(200))

@@ -14,9 +14,9 @@ from sklearn.cluster import KMeans
 import saecli
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError
+from saecli.derive.refit import refit_decoder
 from saecli.geometry.references import measure_references
 from saecli.measure.hook_points import PlaceSums
-from saecli.measure.refit import refit_decoder
 from saecli.measure.stability import matching, neighbours
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE

@@ -19,7 +19,6 @@ from sklearn.preprocessing import StandardScaler
 from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
-from saecli.extract.options import TINY_GEMMA2, HookPoint
 from saecli.measure import probes
 from saecli.measure.measured import codes_of
 from saecli.measure.probes import (
@@ -31,6 +30,8 @@ from saecli.measure.probes import (
     most_different,
     sparse_scores,
 )
+from saecli.model.names import TINY_GEMMA2
+from saecli.store.origin import HookPoint
 
 ROOT = Path(__file__).parents[2]
 

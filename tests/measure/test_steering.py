@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, load, save_native

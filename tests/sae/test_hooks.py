@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, WIDTH, loaded, save_model, stored
 from transformers import BloomConfig, GemmaConfig, GPTJConfig
 
-from saecli.extract.options import BUNDLED, HookPoint
+from saecli.model.names import BUNDLED
 from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.formats.hooks import NORMALIZED, settled, why_unsettled
+from saecli.store.origin import HookPoint
 
 LAYER = 1
 DEEP = {"num_hidden_layers": 3, "hidden_size": WIDTH, "vocab_size": 64, "pad_token_id": 0}

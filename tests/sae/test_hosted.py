@@ -15,10 +15,10 @@ from huggingface_hub import HfApi, ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
-from saecli.base.documents import Origin
 from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, TopK
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.hub import Address
+from saecli.store.origin import Origin
 
 # The hub's client uploads large files by a call that its own HTTP library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -405,7 +405,7 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
     for address in addresses:
         with monkeypatch.context() as patched:
             patched.setattr(constants, "ENDPOINT", address)
-            patched.setattr("saecli.base.machine.ANSWER_SECONDS", 0.3)
+            patched.setattr("saecli.base.network.ANSWER_SECONDS", 0.3)
             offline = sae("eval", "someone/saes", "--json")
             assert offline.json == online.json
             said = f"someone/saes/first is taken from the cache, as of {repo.head}"

@@ -17,11 +17,11 @@ from storing import make_store
 
 import saecli
 from saecli.base import devices
-from saecli.extract.model_source import ModelSource
 from saecli.measure.evaluate import FeatureScores
 from saecli.measure.measured import Alignment
+from saecli.model.source import ModelSource
 from saecli.sae.codes import Codes, SparseCodes
-from saecli.store.opening import Joined
+from saecli.store.joined import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of

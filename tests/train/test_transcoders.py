@@ -28,7 +28,7 @@ from saecli.base.errors import ConfigError
 from saecli.measure.hook_points import PlaceMeasures, PlaceSums, latent_class
 from saecli.sae.activations import ACTIVATIONS, Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
-from saecli.store.opening import Joined
+from saecli.store.joined import Joined
 from saecli.store.values import Spread
 from saecli.train.moments import penalty_decay
 from saecli.train.rows import ArrayRows, Smoothing, TrainingRows, fit_normalisation

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...base.errors import unknown_choice
+from ...base.words import unknown_choice
 from .base import (
     L1,
     Activation,

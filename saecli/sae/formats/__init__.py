@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...base.documents import Origin, demand_version, parse_json
+from ...base.documents import demand_version, parse_json
 from ...base.errors import FormatError, one_line
 from ...base.files import folder_appearing_whole, is_free, to_json
+from ...store.origin import Origin
 from ..activations import (
     ACTIVATIONS,
     Activation,

@@ -21,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...base.documents import Origin, parse_json, read_json
+from ...base.documents import parse_json, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, to_json
 from ...store.arrays import check_memory, load_torch, naming
+from ...store.origin import Origin
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
 from ..dictionary import SAE

@@ -15,29 +15,28 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ...base.console import Listener, listening
-from ...base.documents import point_words, without_folders
-from ...base.errors import ConfigError, counted, demand_at_least
-from ...base.files import folder_appearing_whole, is_free, storable
+from ...base.errors import ConfigError
+from ...base.files import folder_appearing_whole, folder_bytes, is_free, storable
 from ...base.home import Home
-from ...extract.options import HookPoint
-from ...extract.splice import ModelLike, model_given, source_of, spec_of, unlike
+from ...base.words import counted, demand_at_least
 from ...measure.evaluate import evaluate_all, noted, own_models, stored_models
 from ...measure.hook_points import places_document
 from ...measure.labels import shown_labels
 from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, survey
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
+from ...model.choice import ModelLike, model_given, source_of, spec_of, unlike
 from ...sae.library import SAELike
 from ...sae.metrics import doubts, firing
-from ...store.opening import folder_bytes
+from ...store.origin import HookPoint, point_words, without_folders
 from ...store.split import Which
 from ...train.runs import read_metrics
 from ..measures import curve
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
-    from ...extract.model_source import ModelSource
-    from ...extract.tokenizer import TokenTexts
-    from ...extract.tokens import Unembedding
+    from ...model.source import ModelSource
+    from ...model.tokenizer import TokenTexts
+    from ...model.unembedding import Unembedding
 
     Tokens = TokenTexts | TokenNumbers
 
@@ -112,9 +111,9 @@ def _texts_and_outputs(
     texts: Tokens = TokenNumbers()
     if has_tokens and stored_model:
         # transformers takes seconds to import.
-        from ...extract.language_model import load_tokenizer
-        from ...extract.model_source import find_model
-        from ...extract.tokenizer import TokenTexts
+        from ...model.language_model import load_tokenizer
+        from ...model.source import find_model
+        from ...model.tokenizer import TokenTexts
 
         with noted("the texts of tokens", missing.append):
             texts = TokenTexts(load_tokenizer(find_model(stored_model)))
@@ -125,9 +124,9 @@ def _texts_and_outputs(
 def _of_model(
     run: Measured, model: "str | ModelSource", notes: list[str]
 ) -> "tuple[TokenTexts, tuple[Unembedding, slice] | None]":
-    from ...extract.language_model import LanguageModel, load_tokenizer
-    from ...extract.tokenizer import TokenTexts
-    from ...extract.tokens import Unembedding
+    from ...model.language_model import LanguageModel, load_tokenizer
+    from ...model.tokenizer import TokenTexts
+    from ...model.unembedding import Unembedding
 
     predicted = [run.rows.target] if run.rows.target else run.rows.inputs
     recorded = [spec_of(rows.store.meta.source) for rows in predicted]

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from ...base.console import Listener
-from ...extract.tokenizer import ROLES, characters
+from ...extract.chats import ROLES
 from ...measure.latents import NOT_STORED, Survey, bin_edges
 from ...measure.measured import Measured
 from ...measure.stability import neighbours
+from ...model.tokenizer import characters
 from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import frequency_edges, l0_bins
 from ..tables import Document
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
-    from ...extract.tokenizer import TokenTexts
-    from ...extract.tokens import OutputTokens, Unembedding
+    from ...model.tokenizer import TokenTexts
+    from ...model.unembedding import OutputTokens, Unembedding
 
 FEWEST_ROWS = 10  # of a latent with an interest
 L0_BINS = 40

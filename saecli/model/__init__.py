@@ -1,0 +1,15 @@
+"""A language model: where it is, its tokenizer, modules and hook points, and forward passes.
+
+names.py            names of bundled models and of dtypes
+source.py           where a model is: bundled, a folder, a GGUF file, the hub
+loaded.py           a model and a tokenizer that the user has loaded
+choice.py           which of these a user or a store names
+tokenizer.py        special tokens around a text, token ids as text
+blocks.py           what a block's modules add to the residual stream, by autograd's graph
+modules.py          modules by name, sites among them, activations there read and replaced
+reads.py            how strongly later blocks read each dimension
+ropes.py            rotary embeddings that depend on the length of their input
+language_model.py   a loaded model, without blocks not needed; sae extract --list-modules
+windows.py          windows of tokens in batches through a model
+unembedding.py      tokens that a direction promotes
+"""

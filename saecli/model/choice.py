@@ -1,0 +1,108 @@
+"""Which language model: named or loaded by the user, or recorded with rows; loads no weights."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.errors import ConfigError, StoreError
+from ..store.origin import HookPoint
+from ..store.reader import Rows
+from .names import at_revision
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from .language_model import LanguageModel
+    from .source import ModelSource
+
+
+ModelLike = str | torch.nn.Module  # a name, or a loaded model
+READ = 1 << 16  # rows of the columns per read
+
+
+def spec_of(origin: Mapping[str, Any]) -> str | None:
+    """The model, and the hub commit if any, that a store or an SAE's file names."""
+    model = origin.get("model")
+    return None if model is None else at_revision(model, origin.get("revision"))
+
+
+def model_given(model: Any, tokenizer: Any) -> Any:
+    """A model, or a list of them, as `source_of` takes them: names, and of loaded models, with their tokenizer, their
+    sources; None, or a choice whether to take the store's, as it is. ConfigError for what is neither."""
+    if isinstance(model, bool | None):
+        if tokenizer is not None:
+            raise ConfigError(
+                "tokenizer does nothing without a loaded model; leave it out, or give both"
+            )
+        return model
+    from .loaded import loaded_sources
+
+    several = isinstance(model, list | tuple)
+    models = list(model) if several else [model]
+    sources = loaded_sources(models, tokenizer, (), "auto") or models
+    return sources if several else sources[0]
+
+
+def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "ModelSource":
+    """A model from `model_given`, at the revision that one of the recorded specs has of it; loads no weights."""
+    from .source import find_model
+
+    return (
+        find_model(model, recorded_revision(model, recorded)) if isinstance(model, str) else model
+    )
+
+
+def unlike(model: "LanguageModel", stored: Mapping[str, Any]) -> str | None:
+    """How a model is not the one of a store's source, or may not be; None if it is, wherever its files are."""
+    from .loaded import LoadedSource, state_hash
+
+    source, spec, known = model.source, spec_of(stored), stored.get("weights")
+    given, recorded = isinstance(source, LoadedSource), "loaded" in stored
+    if recorded and not given:
+        same = stored.get("state") == state_hash(model.model, stored["model_dtype"])
+    else:
+        same = given == recorded and (known == source.dated or known == source.content)
+    if known is not None and same:
+        return None
+    if spec != source.spec:
+        return f"came from {spec}, and is run through {source.spec}"
+    if given and not recorded:
+        return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
+    change = "with other weights or hooks" if recorded else "before its files changed"
+    return None if known is None else f"came from {spec} {change}: what it computes may differ"
+
+
+def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
+    """The revision of a model in the only one of the recorded specs that is of it."""
+    own = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}
+    return own.pop().removeprefix(f"{name}@") if len(own) == 1 else None
+
+
+def check_rows(rows: Rows, source: "ModelSource") -> None:
+    """Refuse rows without windows, or that do not fit a model; loads no weights."""
+    origin = rows.store.meta.source
+    expected = f"{rows.name} cannot be run through a model: expected"
+    if not {"model", "site", "context"} <= origin.keys():
+        raise StoreError(
+            f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
+            f"or name another store"
+        )
+    if not rows.store.meta.windows:
+        raise StoreError(
+            f"{expected} a store that keeps its windows of tokens, got one of an older version; make it "
+            "anew by `sae extract`"
+        )
+    point = HookPoint.of(origin)
+    if point.has_model_width and source.d_model != rows.d_in:
+        raise _unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
+    if point.layer is not None and point.layer >= source.layers:
+        raise _unfit(rows, source, f"a layer {point.layer}, got layers 0 to {source.layers - 1}")
+    longest, most = origin["context"], source.positions
+    if most is not None and longest > most:
+        raise _unfit(rows, source, f"windows of {longest:,} tokens, got at most {most:,}")
+
+
+def _unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
+    return ConfigError(
+        f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
+        "rows came from"
+    )

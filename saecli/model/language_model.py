@@ -1,0 +1,389 @@
+"""A loaded language model, whose activations are read or replaced at hook points.
+
+They are read by module hooks rather than from `hidden_states`, whose last entry is normalised. Only the blocks wanted
+are kept; the configuration stays the whole model's, so that they compute the same.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+)
+from transformers.utils import logging
+
+from ..base.devices import free_memory, moved
+from ..base.errors import MachineError, ModelError, SaeError, one_line
+from ..base.machine import is_out_of_memory
+from ..base.words import size_words
+from ..store.origin import SIDES, HookPoint
+from .blocks import Reached, norms_of
+from .loaded import LoadedSource, in_eval_mode
+from .modules import Modules, blocks_of, folded
+from .reads import weights_read
+from .ropes import of_each_window
+from .source import ModelSource, explained, find_model, from_pretrained, unread_weights
+
+Taken = TypeVar("Taken")
+TRIED = 8  # tokens
+ALIKE = 1e-2  # relative difference by rounding
+
+
+class LanguageModel:
+    """A loaded language model and its tokenizer.
+
+    Args:
+        head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused, unless it is "any"
+            and the model predicts masked tokens: `mask_token` is then the token that stands for them, else None.
+        dtype: see `ModelSource.dtype_on`.
+        weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
+        last: the last layer to keep; None for all.
+
+    A `LoadedSource` is taken as it is, with its head, dtype and device.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        head: bool | Literal["any"] = False,
+        dtype: str = "auto",
+        weights_seed: int | None = None,
+        last: int | None = None,
+    ) -> None:
+        self.source, self.device = source, device
+        self.mask_token: int | None = None
+        settings: dict[str, Any] = {
+            "dtype": getattr(torch, source.dtype_on(device, dtype)),
+            "trust_remote_code": False,
+        }
+        if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
+        quiet, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
+        logging.disable_progress_bar()
+        try:
+            self.tokenizer = load_tokenizer(source)
+            loader: Any = AutoModel
+            if head == "any" and _predicts_masked(source):
+                self.mask_token = self.tokenizer.mask_token_id
+            if head:
+                loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
+            if isinstance(source, LoadedSource):
+                self.model: Any = source.model
+            elif weights_seed is None:
+                self.model = _with_weights(source, loader, settings, last)
+            else:  # drawn on the CPU, the same for every device
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(weights_seed)
+                    self.model = loader.from_config(source.config, **settings)
+            self._demand_tokens()
+            self.modules = _modules(self.model, source)
+            self._norms = [norms_of(block, source.d_model) for block in self.blocks]
+            if isinstance(source, LoadedSource):
+                self.device = self.model.get_input_embeddings().weight.device
+            else:
+                if last is not None:
+                    del self.blocks[last + 1 :]
+                self.model.to(device).eval().requires_grad_(False)
+        except SaeError:
+            raise
+        except Exception as error:  # transformers raises anything for damaged or foreign files
+            raise explained(source.name, error) from error
+        finally:
+            logging.set_verbosity(quiet)
+            if bars:
+                logging.enable_progress_bar()
+        self._demand_causal(head)
+
+    @torch.no_grad()
+    def _demand_causal(self, head: bool | str) -> None:
+        """ModelError where the next token is to be predicted, and the first of some tokens depends on later ones."""
+        if not head or self.mask_token is not None:
+            return
+        tokens = torch.arange(TRIED) % self.vocabulary
+        token_ids = torch.stack([tokens, torch.cat([tokens[:1], tokens[1:].flip(0)])])
+        first, other = self.logits(token_ids, torch.ones_like(token_ids))[:, 0]
+        if (first - other).abs().max() > ALIKE * first.abs().max():
+            raise ModelError(
+                f"{self.source.name} predicts no next token: expected a causal language model, got one whose tokens "
+                "see later ones; use another model, or leave --model out if it is optional"
+            )
+
+    def _demand_tokens(self) -> None:
+        if not hasattr(self.model.get_input_embeddings(), "weight"):
+            raise ModelError(
+                f"{self.source.name} reads no tokens: expected a causal language model, got a "
+                f"{type(self.model).__name__}; use another model"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def check_tokens(self, token_ids: Tensor) -> None:
+        """Raise a ModelError for tokens without an embedding; a tokenizer may have more than its model."""
+        if (largest := int(token_ids.max())) >= self.vocabulary:
+            raise ModelError(
+                f"{self.source.name} cannot read the token {largest}: its embedding has "
+                f"{self.vocabulary} tokens; use the tokenizer that the model was trained with"
+            )
+
+    @torch.no_grad()
+    def read(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        points: Sequence[HookPoint],
+        take: Callable[[Tensor], Taken],
+    ) -> list[Taken]:
+        """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: a model may then add
+        to them in place. `token_ids`, int64, and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
+        self.check_tokens(token_ids)
+        taken: dict[HookPoint, Taken] = {}
+
+        def note(point: HookPoint, activations: Tensor) -> Tensor:
+            taken[point] = take(activations)
+            if len(taken) == len(points):
+                raise Reached
+            return activations
+
+        with ExitStack() as hooks:
+            for point in points:
+                hooks.enter_context(self.modules.intercepted(point, partial(note, point)))
+            try:
+                self.forward(token_ids, mask)
+            except Reached:
+                return [taken[point] for point in points]
+        never = next(point for point in points if point not in taken)
+        raise self.modules.never_ran(never)
+
+    def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+        """The logits, (B, T, vocabulary), float32; arguments as in `read`. The model must be loaded with its head."""
+        return self.forward(token_ids, mask).logits.float()
+
+    def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
+        with self.reporting(), of_each_window(self.model, mask):
+            return self.model(
+                input_ids=moved(token_ids, self.device),
+                attention_mask=moved(mask, self.device),
+                use_cache=False,
+            )
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Turn an error in the model's code, which does not name the model, into a ModelError; no dropout meanwhile."""
+        try:
+            with in_eval_mode([self.model]):
+                yield
+        except (Reached, SaeError):
+            raise
+        # A model's code is the library's or its author's, and raises anything.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{self.source.name} cannot run on these tokens: its forward pass failed with "
+                f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
+                f"another model"
+            ) from error
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.modules.blocks
+
+    def reads(self, point: HookPoint) -> Tensor | None:
+        """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
+        if point.layer is None or not point.has_model_width or point.site == "mlp_in":
+            return None
+        tried = self.modules.streams  # of blocks that are not loaded the norms have the same names
+        before = {name for stream in tried for name in stream.before}
+        after = {name for stream in tried for name in stream.after}
+        norms: list[nn.Module] = []
+        if point.site in ("resid_mid", "attn_out"):
+            norms += [norm for name, norm in self._norms[point.layer].items() if name in after]
+        first_block = point.layer if point.site == "resid_pre" else point.layer + 1
+        for own in self._norms[first_block:]:
+            if before & own.keys():  # else attention reads the stream itself, as in OLMo 2
+                norms += [norm for name, norm in own.items() if name in before | after]
+        return weights_read(norms)
+
+
+def _predicts_masked(source: ModelSource) -> bool:
+    config = source.config
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
+
+
+def _with_head(source: ModelSource) -> Any:
+    for mapping, loader in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+    ):
+        if type(source.config) in mapping and not _predicts_masked(source):
+            return loader
+    raise ModelError(
+        f"{source.name} predicts no next token: expected a causal language model, got one of type "
+        f"{source.config.model_type}; use another model, or leave --model out if it is optional"
+    )
+
+
+class SideBySide:
+    """Models that read the same tokens; a hook point's `model` is its model's number among them. The text is cut by the
+    first one's tokenizer."""
+
+    def __init__(self, models: Sequence[LanguageModel]) -> None:
+        self.models, self.device = models, models[0].device
+
+    def read(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        points: Sequence[HookPoint],
+        take: Callable[[Tensor], Taken],
+    ) -> list[Taken]:
+        """The activations of all models; see `LanguageModel.read`."""
+        taken: dict[HookPoint, Taken] = {}
+        for number, model in enumerate(self.models):
+            if own := [point for point in points if point.model == number]:
+                taken |= zip(own, model.read(token_ids, mask, own, take), strict=True)
+        return [taken[point] for point in points]
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    if isinstance(source, LoadedSource):
+        return source.tokenizer
+    try:
+        tokenizer = from_pretrained(AutoTokenizer, source.location, source.revision)
+    except Exception as error:  # the package tokenizers raises nothing more special
+        raise explained(source.name, error, "tokenizer of") from error
+    # If the files are missing, the library makes an empty tokenizer for some architectures.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise ModelError(
+            f"cannot load the tokenizer of {source.name}: it has no readable tokenizer.json or the like next "
+            f"to the weights; save the tokenizer there too"
+        )
+    return tokenizer
+
+
+def _with_weights(
+    source: ModelSource, loader: Any, settings: dict[str, Any], last: int | None
+) -> Any:
+    """The model, of blocks after the last only the norms; ModelError if its checkpoint lacks weights."""
+    kind = MODEL_MAPPING.get(type(source.config), None) if loader is AutoModel else None
+    if last is not None and isinstance(kind, type):
+        shortened = settings | {"state_dict": unread_weights(source)}
+        with suppress(AttributeError):  # of code that looks for other parts of all blocks
+            return _with_weights(source, _shortened(kind, source, last), shortened, None)
+    model, info = from_pretrained(
+        loader,
+        source.location,
+        source.revision,
+        config=source.config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # else the error names none
+        **settings,
+    )
+    unfit = {name for name, *_ in info["mismatched_keys"]}
+    missing = _needed(model, source).intersection(info["missing_keys"])
+    if lacking := sorted(unfit | missing):
+        shape, more = tuple(model.state_dict()[lacking[0]].shape), len(lacking) - 1
+        raise ModelError(
+            f"cannot load the model {source.name}: its checkpoint has no weights of shape {shape} for "
+            f"{lacking[0]}{f' and {more} more' if more else ''}; use a complete checkpoint that its "
+            "config.json describes"
+        )
+    return model
+
+
+def _shortened(kind: Any, source: ModelSource, last: int) -> Any:
+    """A class of models that makes, and so loads, no more of the blocks after the last than their norms."""
+
+    def initialise(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        blocks = _modules(self, source).blocks
+        for number in range(last + 1, len(blocks)):
+            kept = nn.Module()
+            for path, norm in norms_of(blocks[number], source.d_model).items():
+                *parents, name = path.split(".")
+                home = kept
+                for parent in parents:
+                    home.add_module(parent, getattr(home, parent, nn.Module()))
+                    home = home.get_submodule(parent)
+                home.add_module(name, norm)
+            blocks[number] = kept
+
+    return type(kind.__name__, (kind,), {"__init__": initialise, "__module__": kind.__module__})
+
+
+def _needed(model: Any, source: ModelSource) -> set[str]:
+    """Names of the parameters up to the last block's, or with a head of all: a checkpoint saved for another task may
+    lack modules after the blocks, such as BERT's pooler."""
+    names = [name for name, _ in model.named_parameters()]
+    if model.get_output_embeddings() is not None:
+        return set(names)
+    blocks = f"{_modules(model, source).path}."
+    last = max(index for index, name in enumerate(names) if name.startswith(blocks))
+    return set(names[: last + 1])
+
+
+def _modules(model: Any, source: ModelSource) -> Modules:
+    return Modules(model, blocks_of(model, source.layers, source.name))
+
+
+def modules_of(source: ModelSource) -> Modules:
+    """The modules of a model, without weights unless it is loaded."""
+    if isinstance(source, LoadedSource):
+        return _modules(source.model, source)
+    config = deepcopy(source.config)  # which the next line changes
+    with torch.device("meta"):  # where other kinds of attention ask for values
+        return _modules(AutoModel.from_config(config, attn_implementation="eager"), source)
+
+
+def demand_memory(source: ModelSource, device: torch.device) -> None:
+    """MachineError if a model's weights are larger than a device's free memory; loads none."""
+    numbers = sum(parameter.numel() for parameter in modules_of(source).model.parameters())
+    needed = numbers * getattr(torch, source.dtype_on(device)).itemsize
+    if needed > (free := free_memory(device)):
+        raise MachineError(
+            f"{source.name} does not fit into memory: its weights take {size_words(needed)}, "
+            f"{size_words(free)} are free"
+        )
+
+
+def modules_document(model: str, revision: str | None) -> dict[str, Any]:
+    """The modules of a model that run, without loading its weights.
+
+    Returns:
+        `model`, and as `modules` each with its name, `*` for the number of a layer or an expert, the `layers` that
+        have it so, none outside of blocks, and as `in` and `out` the site that this side of it is, or None.
+    """
+    source = find_model(model, revision)
+    modules = modules_of(source)
+    in_block = re.compile(rf"{re.escape(modules.path)}\.(\d+)(?:\.|$)")
+    layers: dict[tuple[str | None, ...], list[int]] = {}
+    for path, module in modules.model.named_modules():
+        runs = type(module).forward is not nn.Module.forward  # lists of modules have none
+        if path and runs:
+            sites = [modules.sites.get((path, side)) for side in SIDES]
+            own = layers.setdefault((folded(modules.name(path)), *sites), [])
+            layer = in_block.match(path)
+            if layer is not None and int(layer[1]) not in own:
+                own.append(int(layer[1]))
+    keys = ("module", *SIDES)
+    lines = [{**dict(zip(keys, line, strict=True)), "layers": own} for line, own in layers.items()]
+    return {"model": source.name, "modules": lines}

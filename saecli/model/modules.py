@@ -1,0 +1,265 @@
+"""Hook points in a model: one side, input or output, of a module; the sites of a block are known ones.
+
+A module has its name in the model with a head, as in `model.layers.3.self_attn.o_proj`; `:in` or `:out` is its side.
+
+Shapes: B windows, T tokens, D = d_in.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from itertools import product
+from os.path import commonpath
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ..base.errors import ConfigError, ModelError
+from ..base.words import did_you_mean
+from ..sae.dictionary import name_of
+from ..store.origin import SITES, HookPoint
+from .blocks import ATTENTIONS, Stream, first_tensor, on_arguments, streams, with_first
+
+MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
+PROJECTIONS = (
+    "o_proj",
+    "c_proj",
+    "out_proj",
+    "dense",
+    "attention.out_proj",
+    "output.dense",
+    "Wo",
+    "out_lin",
+)
+# Norms before the residual stream (Gemma 2, GLM 4); last layers, where attention or MLP return their sum with the
+# residual stream (BLOOM, MPT; `output.dense` of BERT and ESM).
+NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
+LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
+# The first of these parts of a block that it has; "" is the block itself. fc1 and fc2 stand in blocks that have no
+# module for the MLP (OPT). resid_mid is found by what a block computes, see `blocks`.
+PARTS: dict[str, tuple[str, list[str]]] = {
+    "resid_pre": ("in", [""]),
+    "resid_post": ("out", [""]),
+    "mlp_in": ("in", [*MLPS, "fc1", *EXPERTS, "intermediate"]),
+    "mlp_out": ("out", [*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS, "output.dense"]),
+    "attn_out": (
+        "out",
+        ["post_self_attn_layernorm", "self_attention.dense", "attention.output.dense", *ATTENTIONS],
+    ),
+    "attn_z": ("in", [".".join(names) for names in product(ATTENTIONS, PROJECTIONS)]),
+}
+# Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
+PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {*EXPERTS}, "mlp_out": {*EXPERTS}}
+EXPECTED = {
+    "resid_mid": "a sum with attention's output that the MLP reads, and nothing else but the block's output",
+    "attn_out": "attention alone",
+    "attn_z": "attention with an output projection",
+}
+
+
+class Modules:
+    """The modules of a model, whose blocks are the list at `path`."""
+
+    def __init__(self, model: Any, path: str) -> None:
+        self.model, self.path = model, path
+        self.blocks = cast(nn.ModuleList, model.get_submodule(path))
+
+    def at(self, point: HookPoint) -> tuple[str, str]:
+        """The path of a hook point's module, and its side; ConfigError if its block has none."""
+        if point.layer is None:
+            name, _, side = point.site.partition(":")
+            paths = self._named(name)
+            if len(paths) != 1:
+                raise self._unknown(name)
+            return paths[0], side
+        block = self.blocks[point.layer]
+        part = self._part(point.layer, point.site)
+        if part is None:
+            named = "a module of that name" if ":" in point.site else "an MLP alone"
+            raise ConfigError(
+                f"--site {point.site} is unknown in a {type(block).__name__}: expected "
+                f"{EXPECTED.get(point.site, named)}, got "
+                f"{', '.join(dict(block.named_children()))}; use resid_post or resid_pre"
+            )
+        inner, side = part
+        return ".".join(filter(None, (self.path, str(point.layer), inner))), side
+
+    def name(self, path: str) -> str:
+        """The name of a module in the model with a head; this may be the part without."""
+        is_base = getattr(self.model, "base_model", None) is self.model
+        return f"{self.model.base_model_prefix}.{path}" if is_base else path
+
+    def named(self, point: HookPoint) -> str:
+        path, side = self.at(point)
+        return f"{self.name(path)}:{side}"
+
+    def points(self, pattern: str, model: int = 0) -> list[HookPoint]:
+        """The hook points of a module's name with its side, where * is one part of the name, such as every layer: sites
+        of blocks where they are known, and of the `model` of that number. ConfigError if there are none."""
+        name, _, side = pattern.partition(":")
+        paths = self._named(name)
+        if not paths:
+            raise self._unknown(name)
+        return [self._point(path, side, model) for path in paths]
+
+    @cached_property
+    def sites(self) -> dict[tuple[str, str], str]:
+        """The known sites by path and side of their modules; the first of several."""
+        found: dict[tuple[str, str], str] = {}
+        for layer in range(len(self.blocks)):
+            for site in SITES:
+                if self._part(layer, site) is not None:
+                    found.setdefault(self.at(HookPoint(layer, site)), site)
+        return found
+
+    @cached_property
+    def streams(self) -> list[Stream]:
+        """The residual stream in each block; unknown in a model that does not run on tokens alone."""
+        try:
+            return streams(self.model, self.blocks)
+        except Exception:  # a model's code raises anything
+            if self.model.get_input_embeddings().weight.device.type != "meta":
+                return [Stream()] * len(self.blocks)
+            # Some models look at values. Weights that nobody writes take no memory.
+            self.model.to_empty(device="cpu")
+            for buffer in self.model.buffers():
+                buffer.zero_()  # such as positions
+            return self.streams
+
+    def _part(self, layer: int, site: str) -> tuple[str, str] | None:
+        """The part of a block, and its side, that a site is; None if the block has none."""
+        stream = self.streams[
+            layer
+        ]  # of any site: with a hook of an earlier one, the trial would be read
+        if site == "resid_mid":
+            return stream.middle
+        added = stream.added if site in ("attn_out", "mlp_out") else None
+        return _part_at(self.blocks[layer], site, added)
+
+    def never_ran(self, point: HookPoint) -> ModelError:
+        """The error for a hook point that a forward pass has not reached."""
+        return ModelError(
+            f"{self.named(point)} never ran: expected a module that every forward pass over tokens calls, by "
+            "a model that is not compiled; name another, see `sae extract --list-modules`"
+        )
+
+    def _named(self, pattern: str) -> list[str]:
+        wanted = re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+        return [
+            path
+            for path, _ in self.model.named_modules()
+            if path and (wanted.fullmatch(path) or wanted.fullmatch(self.name(path)))
+        ]
+
+    def _unknown(self, name: str) -> ConfigError:
+        names = [self.name(path) for path, _ in self.model.named_modules() if path]
+        if "*" in name:
+            names = list(dict.fromkeys(map(folded, names)))
+        question = did_you_mean(name, names) or "see `sae extract --list-modules`"
+        return ConfigError(
+            f"--module must be the name of a module of the model, got {name!r}; {question}"
+        )
+
+    def _point(self, path: str, side: str, model: int) -> HookPoint:
+        match = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)(?:\.(.+))?", path)
+        if match is None:
+            return HookPoint(None, f"{self.name(path)}:{side}", model)
+        site = self.sites.get((path, side), f"{match[2] or ''}:{side}")
+        return HookPoint(int(match[1]), site, model)
+
+    @contextmanager
+    def intercepted(self, point: HookPoint, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """While open, forward passes replace the activations, (B, T, D), at a hook point by `replace(activations)`."""
+        path, side = self.at(point)
+        module = self.model.get_submodule(path)
+        around = self.model if point.layer is None else self.blocks[point.layer]
+        windows: list[int] = []  # B, T
+        added: list[Tensor] = []  # to the residual stream, which passes the MLP by
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            shape = given[first_tensor(given)].shape
+            added.clear()
+            windows[:] = shape[:2] if around is self.model else shape[-3:-1]
+
+        def undefined(got: str) -> ConfigError:
+            return ConfigError(
+                f"{self.named(point)} is no hook point: expected activations "
+                f"({', '.join(map(str, windows))}, d_in) of windows of tokens, got {got}; name another site or "
+                "module, see `sae extract --list-modules`"
+            )
+
+        def replaced(activations: Any) -> Tensor:
+            if not isinstance(activations, Tensor):
+                got = "no tensor" if activations is None else f"a {type(activations).__name__}"
+                raise undefined(got)
+            if windows and not is_of_tokens(activations, windows):
+                raise undefined(f"{name_of(activations.dtype)} {tuple(activations.shape)}")
+            rows = activations.reshape(*windows, -1)
+            new = replace(rows)
+            if new is not rows and (point.site, side) == ("resid_mid", "in"):
+                added.append(new - rows)
+            return new.reshape(activations.shape)
+
+        def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return with_first(output, replaced)
+
+        def on_block(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return with_first(output, lambda y: y + added.pop()) if added else output
+
+        with ExitStack() as hooks:
+            if point.site == "resid_mid":
+                hooks.enter_context(around.register_forward_hook(on_block, prepend=True))
+            hooks.enter_context(around.register_forward_pre_hook(begin, with_kwargs=True))
+            if side == "in":
+                on_input = on_arguments(replaced)
+                hooks.enter_context(module.register_forward_pre_hook(on_input, with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_hook(on_output))
+            yield
+
+
+def blocks_of(model: Any, layers: int, name: str) -> str:
+    """The path of the transformer blocks of a model named `name`: of its module lists of length `layers` the one
+    nearest to the embedding of tokens, since an image encoder may have as many, and the outermost."""
+    modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
+    home = next((path for path, module in modules.items() if module is embedding), "")
+    folders = {
+        path: path.replace(".", "/")
+        for path, module in modules.items()
+        if isinstance(module, nn.ModuleList) and len(module) == layers
+    }
+    if not folders:
+        raise ModelError(
+            f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
+            f"layers in its configuration"
+        )
+    return max(folders, key=lambda path: len(commonpath([home.replace(".", "/"), folders[path]])))
+
+
+def _part_at(block: nn.Module, site: str, among: Collection[str] | None) -> tuple[str, str] | None:
+    """`Modules._part` for the sites that are known by names, if given `among` these modules."""
+    modules = dict(block.named_modules())
+    if ":" in site:
+        part, _, side = site.partition(":")
+        return (part, side) if part in modules else None
+    if site in PAIRS and modules.keys() >= PAIRS[site]:
+        return None
+    side, parts = PARTS[site]
+    # Norms follow attention and MLP, as in Gemma 2 and AFMoE; OLMo 2 has no others.
+    if site == "attn_out" and modules.keys() & {"post_feedforward_layernorm", "pre_mlp_layernorm"}:
+        parts = ["post_attention_layernorm"]
+    known = (part for part in parts if modules.get(part) is not None)
+    return next(((part, side) for part in known if among is None or part in among), None)
+
+
+def is_of_tokens(tensor: Tensor, windows: Sequence[int]) -> bool:
+    """Whether a tensor is activations of windows of tokens, (B, T, D); mixtures of experts and OPT flatten them."""
+    B, T = windows
+    return tensor.is_floating_point() and tuple(tensor.shape[:-1]) in ((B, T), (B * T,), (1, B * T))
+
+
+def folded(name: str) -> str:
+    """A module's name with * for every number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,0 +1,366 @@
+"""Finding a language model, bundled, in a folder, in a GGUF file or on the hub, without loading its weights.
+
+transformers' own reader makes a GGUF file's packed weights dense.
+"""
+
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.constants import HF_HOME
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from ..base.devices import multiplies_bf16
+from ..base.errors import ConfigError, ModelError, causes, one_line
+from ..base.files import appearing_whole, file_sha256
+from ..base.network import why_refused, why_unreachable
+from ..store.schema import hash_request
+from .names import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
+
+GGUF = ".gguf"
+# Files in a model's folder that neither its weights nor its tokenizer are read from.
+UNREAD = re.compile(r"^\.|\.(md|py|h5|msgpack|onnx|ot|pt|pth|gguf)$")
+LARGE = 1 << 24  # bytes
+NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+# Of transformers: 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it.
+READS_GGUF = (5, 23)
+# Types of models whose first token has the position after the padding token's id.
+AFTER_PADDING = r"(xlm-)?roberta(-prelayernorm|-xl)?|camembert|data2vec-text|esm|ibert|longformer|luke|mpnet|xmod"
+# Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# More than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB.
+HEAD_BYTES = 1 << 26
+OFFLINE_ADVICE = (
+    f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
+
+    name: str  # as the user gave it, without a revision
+    location: str  # a folder or file, or the id on the hub
+    revision: str | None  # the hub commit; None for folders and files
+    config: Any  # transformers'
+    dated: str | None = None  # of a folder a hash of its files' times, as older stores have it
+
+    @cached_property
+    def content(self) -> str | None:
+        """On the hub its commit, else a hash of its files; None if bundled."""
+        path = Path(self.location)
+        if self.revision is not None or self.name in BUNDLED:
+            return self.revision
+        if path.is_file():
+            return _kept_sha256(path)
+        files = [file for file in path.iterdir() if file.is_file() and not UNREAD.search(file.name)]
+        return hash_request({file.name: _kept_sha256(file) for file in files})
+
+    @property
+    def id(self) -> str:
+        """The name in stores and files of SAEs: of a folder or file its whole path."""
+        local = self.name not in BUNDLED and self.revision is None
+        return str(Path(self.location).resolve()) if local else self.name
+
+    @property
+    def spec(self) -> str:
+        """Its id and commit, as `find_model` takes them."""
+        return at_revision(self.id, self.revision)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a store says of its model besides what its request has."""
+        commit = {} if self.revision is None else {"revision": self.revision}
+        return {"layers": self.layers, **commit}
+
+    @property
+    def layers(self) -> int:
+        return self.config.get_text_config().num_hidden_layers
+
+    @property
+    def d_model(self) -> int:
+        return self.config.get_text_config().hidden_size
+
+    @property
+    def positions(self) -> int | None:
+        """The longest window in tokens, by `max_position_embeddings`; None if there is none."""
+        config = self.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and re.fullmatch(AFTER_PADDING, config.model_type):
+            longest -= (config.pad_token_id or 0) + 1
+        return longest if isinstance(longest, int) and longest > 0 else None
+
+    def default_layer(self) -> int:
+        """The middle block: 12 of Gemma-2-2B's 26."""
+        return (self.layers - 1) // 2
+
+    def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
+        """The precision of a forward pass; `auto` is the checkpoint's own where the device multiplies in it, else
+        float32. The bundled model, whose figures are to be the same on all CPUs, takes float32 on each."""
+        if wanted != "auto":
+            return wanted
+        text_config = self.config.get_text_config()
+        recorded = getattr(text_config, "dtype", None) or getattr(self.config, "dtype", None)
+        named = str(recorded).removeprefix("torch.")
+        if device.type != "cpu":
+            return named if named in MODEL_DTYPES else "float32"
+        native = named == "bfloat16" and self.name not in BUNDLED and multiplies_bf16(device)
+        return "bfloat16" if native else "float32"
+
+    def check_context(self, context: int) -> None:
+        if self.positions is not None and context > self.positions:
+            raise ConfigError(
+                f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
+                f"{context:,}; lower it"
+            )
+
+    def identity(self, dated: bool = False) -> dict[str, Any]:
+        """The part of a request's hash for the weights."""
+        return {"model": self.id, "weights": self.dated if dated and self.dated else self.content}
+
+    def note(self) -> str | None:
+        """What the reader leaves out of a GGUF file; None of other models."""
+        path = named_file(self.location)
+        if path is None:
+            return None
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        scaled = [name for name in ROPE_FACTORS if name.encode() in head]
+        if not scaled:
+            return None
+        return (
+            f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
+            f"embedding, so rows differ from the model's; its folder from the hub has them"
+        )
+
+
+def find_model(name: str, revision: str | None = None) -> ModelSource:
+    """The model of a bundled model's name, a folder, a GGUF file, or a hub id, with a branch, tag or commit there,
+    which may follow the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
+    file = named_file(name)
+    if file is None and not Path(name).is_dir():
+        name, _, own = name.partition("@")
+        if own and revision not in (None, own):
+            raise ConfigError(
+                f"--model names {own} of {name}, and --model-revision {revision}: give one of the two"
+            )
+        revision = revision or own or None
+    if name not in BUNDLED and file is None and not Path(name).is_dir():
+        return _on_hub(name, revision)
+    if revision is not None:
+        raise ConfigError(
+            f"a revision does nothing with {name}, which is not on the hub; leave it out"
+        )
+    location, folder = str(BUNDLED.get(name, name)), Path(name)
+    dated = _times_of(folder) if folder.is_dir() and name not in BUNDLED else None
+    return ModelSource(name, location, None, _config(name, location), dated)
+
+
+def demand_here(spec: str) -> None:
+    """ModelError if a model, named as in `ModelSource.spec`, is gone or would have to be downloaded."""
+    if spec in BUNDLED or Path(spec).exists():
+        return
+    if Path(spec).is_absolute():
+        raise ModelError(f"{spec} is no longer there; name the model with --model")
+    name, _, revision = spec.partition("@")
+    found = [try_to_load_from_cache(name, file, revision=revision or None) for file in WEIGHTS]
+    if not any(isinstance(path, str) for path in found):
+        raise ModelError(f"{spec} is not on this machine; --model {spec} gets it from the hub")
+
+
+def _on_hub(name: str, revision: str | None) -> ModelSource:
+    """A hub model; without a network from the client's cache, with the same commit."""
+    offline = why_unreachable() is not None
+    try:
+        commit = HfApi().resolve_revision(name, revision=revision, local_files_only=offline)
+    # The library raises anything for damaged or foreign names.
+    except Exception as error:
+        raise explained(at_revision(name, revision), error) from error
+    config = _config(name, name, commit.resolved)
+    return ModelSource(name, name, commit.resolved, config)
+
+
+def _config(name: str, location: str, revision: str | None = None) -> Any:
+    """The configuration of a whole model: where peft is installed transformers adds an adapter's weights to those of
+    the model that it names, else it takes the folder's alone."""
+    try:
+        if not Path(location).is_file() and find_adapter_config_file(
+            location, **_reading(revision)
+        ):
+            raise ModelError(
+                f"{name} holds an adapter (adapter_config.json): expected a whole model; save the two merged "
+                f"(peft's `merge_and_unload`) in a folder of their own, or name the base model"
+            )
+        config = from_pretrained(AutoConfig, location, revision)
+    except ModelError:
+        raise
+    except Exception as error:  # transformers raises anything for damaged or foreign files
+        raise explained(at_revision(name, revision), error) from error
+    if not getattr(config.get_text_config(), "num_hidden_layers", None):
+        raise ModelError(
+            f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "
+            f"another model"
+        )
+    return config
+
+
+def _times_of(folder: Path) -> str:
+    """Hash of the sizes and times of a folder's files."""
+    stamps = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    return hash_request(
+        {name: [stamp.st_size, stamp.st_mtime_ns] for name, stamp in stamps.items()}
+    )
+
+
+def _kept_sha256(path: Path) -> str:
+    """`file_sha256`; of a large file it is kept in the user's cache until the file changes."""
+    stamp = path.stat()
+    times = [stamp.st_mtime_ns, stamp.st_ctime_ns]
+    key = hash_request({"file": [str(path.resolve()), stamp.st_ino, stamp.st_size, *times]})
+    kept = Path(HF_HOME, "saecli", key)
+    if stamp.st_size < LARGE:
+        return file_sha256(path)
+    with suppress(OSError):
+        return kept.read_text()
+    digest = file_sha256(path)
+    with suppress(OSError):  # of a cache that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with appearing_whole(kept) as temporary:
+            temporary.write_text(digest)
+    return digest
+
+
+def explained(name: str, error: BaseException, part: str = "model") -> ModelError:
+    """Why a model, or a part of it such as its tokenizer, could not be loaded, and what to do."""
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"{name} comes with Python code of its own, and this tool runs no code from a model's "
+            f"folder; use a model whose architecture transformers has"
+        )
+    # The library's message says how to run the file's code all the same.
+    if isinstance(error, UnpicklingError):
+        return ModelError(
+            f"cannot load the model {name}: its weights are a pickle that is damaged or holds code; use "
+            f"a model with model.safetensors"
+        )
+    repo = name.partition("@")[0]  # of a hub model
+    for cause in causes(error):
+        if isinstance(cause, RevisionNotFoundError):
+            return ModelError(
+                f"{name} is no branch, tag or commit on the hub; correct --model-revision"
+            )
+        if reason := why_refused(repo, cause):
+            return ModelError(f"{reason}, {OFFLINE_ADVICE}")
+        if isinstance(cause, RevisionResolutionError | LocalEntryNotFoundError):
+            return ModelError(
+                f"{name} is not on this machine and the Hugging Face hub cannot be reached "
+                f"({why_unreachable() or one_line(cause)}): connect to the network (a gated model also wants its "
+                f"licence accepted at https://huggingface.co/{repo}, and `hf auth login`), {OFFLINE_ADVICE}"
+            )
+    return ModelError(
+        f"cannot load the {part} {name}: {type(error).__name__}: {one_line(error)}; give the hub id, "
+        f"folder or GGUF file of a causal language model"
+    )
+
+
+def named_file(name: str) -> Path | None:
+    """The file, if a model's name is that of a GGUF file."""
+    path = Path(name)
+    if path.suffix.lower() != GGUF or path.is_dir():
+        return None
+    if not path.is_file():
+        raise ModelError(f"there is no file {name}; give the path of a GGUF file, or a hub id")
+    return path
+
+
+def from_pretrained(kind: Any, location: str, revision: str | None = None, **settings: Any) -> Any:
+    """`kind.from_pretrained` of a folder, of a hub model's commit, or of a GGUF file in a folder of its own: from the
+    files next to it transformers would take another model's tokenizer."""
+    # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
+    settings |= {"trust_remote_code": False, **_reading(revision)}
+    path = named_file(location)
+    if settings.get("state_dict") is not None:
+        return kind.from_pretrained(None, **settings)
+    if path is None:
+        with _no_conversion():
+            return kind.from_pretrained(location, **settings)
+    here = transformers.__version__
+    if tuple(int(part) for part in here.split(".")[:2]) < READS_GGUF:
+        raise ModelError(
+            f"transformers {here} reads some GGUF files wrongly: other weights, or no BOS; run "
+            f"`pip install --upgrade transformers`, for 5.23 or newer"
+        )
+    if kind not in (AutoConfig, AutoTokenizer):
+        settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # The reader draws progress bars that no setting of transformers hides.
+    with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        Path(folder, path.name).symlink_to(path.resolve())
+        return kind.from_pretrained(folder, gguf_file=path.name, **settings)
+
+
+@contextmanager
+def _no_conversion() -> Iterator[None]:
+    """While open, transformers does not ask the hub to convert a model without safetensors, by a pull request to its
+    repository."""
+    before = os.environ.get(NO_CONVERSION)
+    os.environ[NO_CONVERSION] = before or "1"
+    try:
+        yield
+    finally:
+        del os.environ[NO_CONVERSION]
+        if before is not None:
+            os.environ[NO_CONVERSION] = before
+
+
+def unread_weights(source: ModelSource) -> dict[str, Any] | None:
+    """The tensors of a checkpoint in safetensors, each read when it is taken; None of other formats. What transformers
+    maps instead stays in memory until the whole model is made."""
+    if named_file(source.location) or getattr(source.config, "quantization_config", None):
+        return None
+    where = {"path_or_repo_id": source.location, **_reading(source.revision)}
+    try:
+        paths = [cached_file(filename=SAFE_WEIGHTS_NAME, **where)]
+    except OSError:  # no such file
+        try:
+            index = Path(str(cached_file(filename=SAFE_WEIGHTS_INDEX_NAME, **where)))
+        except OSError:
+            return None
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        paths = [cached_file(filename=shard, **where) for shard in shards]
+    files = [safe_open(path, framework="pt", backend="pread") for path in paths]
+    return {name: file.get_slice(name) for file in files for name in file.offset_keys()}
+
+
+def _reading(revision: str | None) -> dict[str, Any]:
+    """How transformers reads files: of a commit on the hub, else, or without a network, those that are here."""
+    return {
+        "revision": revision,
+        "local_files_only": revision is None or why_unreachable() is not None,
+    }

@@ -1,0 +1,121 @@
+"""A tokenizer's special tokens around a text, and its ids as text.
+
+The tokenizer itself is asked. Which tokens are added is no property of their ids: a chat's turns may begin with BOS.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..base.errors import ConfigError
+
+KNOWN = "a"  # at worst an unknown word, which is no special token around a text
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
+LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
+
+
+class Affixes(NamedTuple):
+    """The special tokens that every window has around its part of a text."""
+
+    prefix: list[int]
+    suffix: list[int]
+    drops_first: bool  # with no token to begin with, a window's first token counts as special
+
+    def room(self, context: int) -> int:
+        """Tokens of a text in a window of `context` tokens."""
+        around = len(self.prefix) + len(self.suffix)
+        if context <= around:
+            raise ConfigError(
+                f"--context must be above {around}, the number of special tokens around a text, got "
+                f"{context}"
+            )
+        return context - around
+
+
+def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
+    """What the tokenizer puts around a text; where it puts nothing before one, with `prepend_bos` its BOS, else its
+    EOS, else its separator of documents."""
+    mask = tokenizer(KNOWN, return_special_tokens_mask=True)
+    own = [number for number, added in enumerate(mask["special_tokens_mask"]) if not added]
+    ids = mask["input_ids"]
+    prefix, suffix = (ids[: own[0]], ids[own[-1] + 1 :]) if own else ([], [])
+    if prefix or not prepend_bos:
+        return Affixes(prefix, suffix, False)
+    beginnings = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
+    first = next((token for token in beginnings if token is not None), None)
+    return Affixes([] if first is None else [first], suffix, first is None)
+
+
+def text_ids(tokenizer: Any, text: str, prefix: list[int]) -> tuple[list[int], bool]:
+    """A text's tokens after those of the prefix, which a window begins with; and whether the text itself begins with
+    it, as a chat rendered beforehand does: a second BOS would be a second attention sink."""
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    start = 0
+    while prefix and token_ids[start : start + len(prefix)] == prefix:
+        start += len(prefix)
+    return token_ids[start:], start > 0
+
+
+def special_ids(tokenizer: Any, control: bool) -> set[int]:
+    """The tokens that are special where a text holds them; of chats with all `control` tokens, some of which are only
+    added tokens (Llama's)."""
+    added = tokenizer.added_tokens_decoder.items() if control else ()
+    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+    if _pads_with_word(tokenizer):
+        special.remove(tokenizer.pad_token_id)
+    return special
+
+
+def _pads_with_word(tokenizer: Any) -> bool:
+    others = ("bos", "eos", "unk", "sep", "cls", "mask")
+    pad = tokenizer.pad_token_id
+    if pad is None or pad in [getattr(tokenizer, f"{name}_token_id") for name in others]:
+        return False
+    plain = tokenizer(tokenizer.pad_token, add_special_tokens=False, split_special_tokens=True)
+    return plain["input_ids"] == [pad]
+
+
+class TokenTexts:
+    """The texts of a tokenizer's tokens, as within a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        # Some tokenizers drop the space before the first token of a text.
+        self._before: list[int] = tokenizer(KNOWN, add_special_tokens=False)["input_ids"]
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __getitem__(self, token: int) -> str:
+        """The text of one token, with U+FFFD for a part of a character."""
+        return self._known.get(token) or self._known.setdefault(token, self.joined([token]))
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """The text of consecutive tokens; numbers if the tokenizer does not know one of them."""
+        if any(not 0 <= token < len(self) for token in tokens):
+            return "".join(f"[{token}]" for token in tokens)
+        head, whole = (
+            self._tokenizer.decode(
+                ids, clean_up_tokenization_spaces=False, skip_special_tokens=False
+            )
+            for ids in (self._before, [*self._before, *tokens])
+        )
+        return whole[len(head) :]
+
+
+def characters(texts: Any, tokens: Sequence[int]) -> list[tuple[str, int]]:
+    """The pieces of text that tokens make, and the number of tokens in each: one, unless a character spans several;
+    `texts` are `TokenTexts`, or have the same two methods."""
+    groups: list[list[int]] = []
+    broken = False  # whether the last group may go on
+    for token in tokens:
+        part = BROKEN in texts[token]
+        if part and broken:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+        broken = part and len(groups[-1]) < LONGEST_CHARACTER and BROKEN in texts.joined(groups[-1])
+    return [
+        (texts[group[0]] if len(group) == 1 else texts.joined(group), len(group))
+        for group in groups
+    ]

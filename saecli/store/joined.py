@@ -1,0 +1,143 @@
+"""The stores that are trained on: one, several side by side, or inputs and a target."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..base.console import Listener
+from ..base.errors import ConfigError
+from ..base.home import Home
+from .opening import find_store, open_store
+from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
+from .schema import hash_request
+from .split import Which
+
+COMPARED_ROWS = 1 << 16  # rows of the columns at a time
+
+
+class Joined:
+    """The stores that are trained on: one, several side by side, or inputs and a target."""
+
+    def __init__(
+        self, inputs: tuple[ActivationStore, ...], target: ActivationStore | None = None
+    ) -> None:
+        self.inputs, self.target = inputs, target
+        self.all = (*inputs, target) if target else inputs
+        self.d_in = sum(store.d_in for store in inputs)
+        self.name = in_words([store.name for store in inputs], target.name if target else None)
+        self.is_single = target is None and len(inputs) == 1
+
+    @classmethod
+    def of(cls, rows: "RowSource | Joined") -> "Joined":
+        if isinstance(rows, Joined):
+            return rows
+        inputs = tuple(own.store for own in rows.inputs)
+        return cls(inputs, rows.target.store if rows.target else None)
+
+    @cached_property
+    def hash(self) -> str:
+        """The request hash of the only store, else one of all of them."""
+        hashes = [store.meta.request_hash for store in self.inputs]
+        if self.is_single:
+            return hashes[0]
+        return hash_request(
+            {"inputs": hashes, "target": self.target and self.target.meta.request_hash}
+        )
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The first input's source, with layer and site of the target and of several inputs, and their models and
+        revisions if they differ."""
+        sources = [store.meta.source for store in self.inputs]
+        models = {(source.get("model"), source.get("revision")) for source in sources}
+        keys = ("layer", "site", "model", "revision") if len(models) > 1 else ("layer", "site")
+        inputs = [{key: source[key] for key in keys if key in source} for source in sources]
+        origin = dict(sources[0])
+        if self.target:
+            target = self.target.meta.source
+            origin |= {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+        if len(inputs) > 1 and all(inputs):
+            origin["inputs"] = inputs
+        return origin
+
+    def names(self) -> dict[str, Any]:
+        """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
+        first, *beside = (store.reference for store in self.inputs)
+        target = self.target and self.target.reference
+        names = {"data": first, "data_hash": self.hash, "beside": beside, "target": target}
+        return {key: name for key, name in names.items() if name}
+
+    def options(self) -> dict[str, Any]:
+        first, *others = (store.reference for store in self.inputs)
+        target = {"target": self.target.reference} if self.target else {}
+        return {"data": [first, *others] if others else first, **target}
+
+    def demand_alike(self) -> None:
+        """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
+        first, *others = self.all
+        for other in others:
+            if difference := _difference(first, other):
+                raise ConfigError(
+                    f"{first.name} and {other.name} are not row for row the same tokens: they differ in "
+                    f"{difference}; make both with one `sae extract`, by several --sites or --layers"
+                )
+
+    def split(self, which: Which, **choice: Any) -> Rows | JoinedRows:
+        """The same choice of rows from each; see `ActivationStore.split`."""
+        inputs = tuple(store.split(which, **choice) for store in self.inputs)
+        if self.is_single:
+            return inputs[0]
+        target = self.target.split(which, **choice) if self.target else None
+        return JoinedRows(inputs, target)
+
+
+def _difference(first: ActivationStore, other: ActivationStore) -> str:
+    """In what two stores differ, in words; empty if they hold rows of the same tokens."""
+    for what, ours, theirs in (
+        ("rows", first.rows, other.rows),
+        ("dtype", first.dtype, other.dtype),
+        ("columns", first.meta.columns, other.meta.columns),
+    ):
+        if ours != theirs:
+            return f"{what}, {ours} and {theirs}"
+    for column in first.meta.columns:
+        parts = (store.split("all").column(column, COMPARED_ROWS) for store in (first, other))
+        if not all(np.array_equal(*pair) for pair in zip(*parts, strict=True)):
+            return f"the column {column}"
+    return ""
+
+
+def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
+    """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
+    are not row for row the same tokens."""
+    names: Sequence[str | None] = data or [None]
+    inputs = tuple(open_store(home, name, listener) for name in names)
+    paths = [store.path.resolve() for store in inputs]
+    for store, path in zip(inputs, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ConfigError(f"--data names {store.name} twice; name each store once")
+    joined = Joined(inputs, None if target is None else open_store(home, target, listener))
+    joined.demand_alike()
+    return joined
+
+
+def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str]]:
+    """The names of input stores and, of the same layer, target stores, in order of layers; ConfigError unless both have
+    the same layers, each once."""
+    layers: list[list[Any]] = [
+        [find_store(home, name).meta.source.get("layer") for name in names]
+        for names in (data, targets)
+    ]
+    inputs, outputs = (
+        dict(zip(own, names, strict=True))
+        for own, names in zip(layers, (data, targets), strict=True)
+    )
+    is_each_once = len(inputs) == len(data) and len(outputs) == len(targets)
+    if None in inputs or inputs.keys() != outputs.keys() or not is_each_once:
+        raise ConfigError(
+            "expected one store of each layer by --data, and one of the same layers by --target, got layers "
+            f"{layers[0]} and {layers[1]}; name other stores, or pair two alone, without --each"
+        )
+    return [(inputs[layer], outputs[layer]) for layer in sorted(inputs)]

@@ -1,0 +1,157 @@
+"""The stores and runs of a home, listed and removed."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..base.console import Listener, listening
+from ..base.errors import ConfigError, SaeError
+from ..base.files import folder_bytes, lock_folder
+from ..base.home import Home, Shelf
+from ..base.words import did_you_mean
+from ..sae.run_documents import read_run
+from ..store.opening import described
+from ..store.reader import ActivationStore, in_words
+
+
+def list_home(
+    home: str | Path | None = None, *, check: bool = False, progress: bool | Listener = False
+) -> dict[str, Any]:
+    """The stores and runs of a home, newest first, as `sae list --json` prints them.
+
+    Args:
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        check: read every shard and compare it with its checksum.
+
+    Returns:
+        `home`, the folder; `stores` and `runs`, lists of mappings, an unreadable one with a `problem`, a sentence; with
+        `check` `problems`, a sentence for each unreadable store and each damaged shard.
+    """
+    opened = Home.at(home)
+    stores = _entries(opened.stores, _describe_store)
+    runs = _entries(opened.runs, _describe_run)
+    document: dict[str, Any] = {"home": str(opened.path), "stores": stores, "runs": runs}
+    if check:
+        unreadable = [store["problem"] for store in stores if "problem" in store]
+        document["problems"] = unreadable + _check(stores, listening(progress))
+    return document
+
+
+def _entries(
+    shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The entries of a shelf, newest first; an unreadable one has a `problem`."""
+    entries = []
+    for marker in shelf.marker_files():
+        path = marker.parent
+        try:
+            description = describe(shelf, path.name)
+        except SaeError as error:
+            description = {"state": "unreadable", "created": "", "problem": str(error)}
+        size = {"bytes": folder_bytes(path)}
+        entries.append({"name": path.name, "path": str(path), **description, **size})
+    return sorted(entries, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
+
+
+def _describe_store(shelf: Shelf, name: str) -> dict[str, Any]:
+    store = ActivationStore.open(shelf.path / name)
+    return {
+        "state": "complete" if store.complete else "unfinished",
+        "created": store.meta.created,
+        **described(store),
+    }
+
+
+def _describe_run(shelf: Shelf, name: str) -> dict[str, Any]:
+    run = read_run(shelf.path / name / shelf.marker)
+    final: Mapping[str, Any] = run.result.final if run.result else {}
+    return {
+        "state": "complete" if run.complete else "unfinished",
+        "created": run.created,
+        "data": in_words([run.data, *run.beside], run.target),
+        "solver": run.solver.name,
+        "act": run.activation.name,
+        "d_sae": run.training.d_sae,
+        "test_fvu": final.get("test_fvu"),
+        "test_l0": final.get("test_l0"),
+    }
+
+
+def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
+    """A sentence for each problem with the shards of readable stores."""
+    problems: list[str] = []
+    with listener.progress("checking", len(stores), "stores") as show:
+        for number, store in enumerate(stores):
+            show(number, store["name"])
+            if "problem" not in store:
+                problems += ActivationStore.open(Path(store["path"])).verify()
+    return problems
+
+
+def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
+    """The stores and runs of these names; SaeError if not one of each. `users` are the runs trained on a store."""
+    shelves = {"store": home.stores, "run": home.runs}
+    kinds: dict[str, list[str]] = {}  # of each folder's name
+    for shelf_kind in [kind] if kind else shelves:
+        for path in shelves[shelf_kind].path.glob("[!.]*"):
+            if path.is_dir():
+                kinds.setdefault(path.name, []).append(shelf_kind)
+    runs = {}
+    for marker in home.runs.marker_files():
+        with suppress(SaeError):  # an unreadable run uses nothing that is known
+            runs[marker.parent.name] = read_run(marker)
+    users: dict[str, set[str]] = {}  # of each store
+    for user, run in runs.items():
+        for store in (run.data, *run.beside, run.target):
+            users.setdefault(str(store), set()).add(user)
+    entries = []
+    for name in dict.fromkeys(names):
+        if name not in kinds:
+            advice = did_you_mean(name, sorted(kinds)) or "`sae list` shows what there is"
+            raise shelves[kind or "store"].error(
+                f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
+            )
+        if len(kinds[name]) > 1:
+            raise ConfigError(
+                f"{name} is a store and a run; say which by --kind store or --kind run"
+            )
+        (own_kind,) = kinds[name]
+        path = shelves[own_kind].path / name
+        entries.append(
+            {
+                "kind": own_kind,
+                "name": name,
+                "path": str(path),
+                "bytes": folder_bytes(path),
+                "users": sorted(users.get(name, ())) if own_kind == "store" else [],
+            }
+        )
+    return entries
+
+
+def remove(home: Home, entry: dict[str, Any]) -> None:
+    """Remove an entry of `removable`; SaeError if it is being written or trained on. Of a link to a
+    folder only the link is removed."""
+    path, shelf = Path(entry["path"]), home.stores if entry["kind"] == "store" else home.runs
+    try:
+        for run in entry["users"]:
+            if (home.runs.path / run).exists():  # else it has just been removed
+                os.close(lock_folder(home.runs.path / run))
+        if path.is_symlink():
+            path.unlink()
+            return
+        lock = lock_folder(path)
+        try:
+            # First, so that what a kill leaves is no store or run.
+            (path / shelf.marker).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        why = f"{error.strerror or error}; see who owns {path}"
+        if isinstance(error, BlockingIOError):
+            why = "another process is writing it, or training on it; wait for it, or stop it"
+        raise shelf.error(f"cannot remove {entry['name']}: {why}") from error
