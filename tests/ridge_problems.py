@@ -16,9 +16,9 @@ from saecli.train.ridge import (
     Sums,
     System,
     Terms,
-    solve,
+    optimal_decoder,
 )
-from saecli.train.ridge.solve import press_of
+from saecli.train.ridge.alpha import press_of
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0)}  # alpha, beta, mu, nu
@@ -82,8 +82,8 @@ def system_of(
 def solved(
     system: System, terms: Terms, factorisation: Factorisation | None = None
 ) -> SimpleNamespace:
-    """The state that `solve` returns, with W for its method."""
-    state = solve(system, terms, factorisation)
+    """The state that `optimal_decoder` returns, with W for its method."""
+    state = optimal_decoder(system, terms, factorisation)
     return SimpleNamespace(**vars(state), W=state.W(terms.direction))
 
 

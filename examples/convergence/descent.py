@@ -26,7 +26,7 @@ from saecli.sae.activations import Activation, KeepsK, Parameters
 from saecli.sae.codes import Codes
 from saecli.sae.dictionary import SAE, Batch
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
-from saecli.train.ridge import Sums, Terms, solve
+from saecli.train.ridge import Sums, Terms, optimal_decoder
 from saecli.train.start import initial_sae
 
 ROWS, LATENTS, OUTERS = 100, 16, 120
@@ -123,7 +123,7 @@ def decoder_step(sae: SAE, rows: Batch) -> None:
         b_t=sae.b_dec,
         decay=torch.zeros(LATENTS, dtype=torch.float64),
     )
-    state = solve(system, terms)
+    state = optimal_decoder(system, terms)
     sae.W_dec.copy_(state.Delta)
     sae.b_dec.copy_(state.b)
 

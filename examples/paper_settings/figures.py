@@ -28,7 +28,7 @@ from measured import (
 
 from saecli.sae.codes import Codes
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
-from saecli.train.ridge import Sums, Terms, choose_alpha, solve
+from saecli.train.ridge import Sums, Terms, choose_alpha, optimal_decoder
 
 WAYS = {"paper": "the paper's settings", "ridge": "the same with a chosen ridge"}
 RIDGES = {
@@ -106,7 +106,7 @@ def solved_again(run: Run, train: torch.Tensor, test: torch.Tensor) -> dict[str,
     }
     found = {}
     for name, decay in decays.items():
-        decoder = solve(system, replace(bare, alpha=PAPER_ALPHA, decay=decay))
+        decoder = optimal_decoder(system, replace(bare, alpha=PAPER_ALPHA, decay=decay))
         x_hat = (sae.encode(test) @ decoder.W(None) + decoder.b) * scale + mean
         found[name] = ((x_hat - test).square().sum() / (test - test.mean(0)).square().sum()).item()
     return found

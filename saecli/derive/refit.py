@@ -32,7 +32,15 @@ from ..sae.normalisation import Normalisation
 from ..sae.run_documents import RUN_VERSION
 from ..store.reader import JoinedRows, Rows, RowSource
 from ..train.moments import Moments, sampled_bytes
-from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, method_for, solve
+from ..train.ridge import (
+    TOLERANCE,
+    DecoderState,
+    System,
+    Terms,
+    choose_alpha,
+    method_for,
+    optimal_decoder,
+)
 from ..train.rows import BLOCK_ROWS, ArrayLike
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
@@ -109,7 +117,7 @@ def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState
     )
     try:
         factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, None)
-        return solve(moments.system, terms, factorisation)
+        return optimal_decoder(moments.system, terms, factorisation)
     except TrainingError as error:  # which advises on training
         raise RunError(NOT_FINITE) from error
 

@@ -27,7 +27,7 @@ from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
 from .moments import Moments, Pass, alpha_is_due, broadcast_state, penalty_decay
 from .options import ClosedForm, Pam, Precision
-from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, method_for, solve
+from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, method_for, optimal_decoder
 from .solver import Draws, Solver, Task
 
 FIGURES = ("relative_alpha", "condition", "residual")  # of the last solution
@@ -203,7 +203,7 @@ class PamSolver(Solver):
             last_alpha = None if math.isnan(terms.alpha) else terms.alpha
             factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, last_alpha)
             terms = replace(terms, alpha=factorisation.alpha)
-        state = solve(moments.system, terms, factorisation, needless)
+        state = optimal_decoder(moments.system, terms, factorisation, needless)
         if state.skip is not None and self.dictionary.W_skip is not None:
             state = replace(state, skip=state.skip + self.dictionary.W_skip)
         return state

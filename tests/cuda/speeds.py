@@ -23,7 +23,7 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.codes import Codes, at
 from saecli.sae.dictionary import Batch
 from saecli.train import SOLVERS
-from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, method_for, solve
+from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, method_for, optimal_decoder
 
 PRECISIONS = ("float32", "bf16")
 K, LAYER = 32, 12
@@ -155,10 +155,10 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
             found["alpha chosen, s"] = day.seconds(
                 lambda: choose_alpha(sums, terms, codes.dense(), x, None), 1
             )
-        found["solved directly, s"] = day.seconds(lambda: solve(sums, terms), 1)
+        found["solved directly, s"] = day.seconds(lambda: optimal_decoder(sums, terms), 1)
     system = StreamedCodes(torch.zeros_like(direction), lambda: iter([codes]), 2.0**33)
     system.add(codes, x)
-    found["solved iteratively, s"] = day.seconds(lambda: solve(system, terms), 1)
+    found["solved iteratively, s"] = day.seconds(lambda: optimal_decoder(system, terms), 1)
     return found | {"peak memory, GiB": day.peak()}
 
 

@@ -158,9 +158,9 @@ def test_a_fixed_alpha_that_was_raised_once_is_asked_for_again(data, monkeypatch
 
     def raising(system: System, terms: Terms, *more: Any) -> DecoderState:
         asked.append(terms.alpha)
-        return replace(ridge.solve(system, terms, *more), alpha=15.0)
+        return replace(ridge.optimal_decoder(system, terms, *more), alpha=15.0)
 
-    monkeypatch.setattr(pam, "solve", raising)
+    monkeypatch.setattr(pam, "optimal_decoder", raising)
     solver = started(Pam(alpha=0.5), data, Relu(), 3)
     solve_decoder(solver, data)
     assert solver.alpha == 15

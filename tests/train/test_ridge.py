@@ -27,7 +27,7 @@ from saecli.train.ridge import (
     Sums,
     choose_alpha,
     method_for,
-    solve,
+    optimal_decoder,
 )
 
 slow = pytest.mark.slow
@@ -210,7 +210,7 @@ def test_latents_missed_least_are_those_whose_loss_costs_the_objective_least(cas
     if x is not None:
         terms, y = with_skip(terms, x, y), torch.cat([y, x], 1)
     system = system_of("streamed" if case == "streamed" else "sums", z, y, prefixes)
-    found = solve(system, terms, needless=4).needless.nonzero()[:, 0].tolist()
+    found = optimal_decoder(system, terms, needless=4).needless.nonzero()[:, 0].tolist()
     if case == "streamed":  # whose estimates may take another of the copies
         found = [0 if latent in (4, 9) else latent for latent in found]
         missed_least = [0 if latent in (4, 9) else latent for latent in missed_least]
@@ -220,7 +220,7 @@ def test_latents_missed_least_are_those_whose_loss_costs_the_objective_least(cas
 def test_no_latent_is_missed_where_none_varies():
     z, y, _, W_t, b_t = problem(60, F, E)
     terms = terms_of((0.1, 0.0, 0.0, 0.0), None, W_t, b_t)
-    assert not solve(system_of("sums", 0 * z, y), terms, needless=9).needless.any()
+    assert not optimal_decoder(system_of("sums", 0 * z, y), terms, needless=9).needless.any()
 
 
 def test_an_estimated_inverse_is_at_least_one_over_the_matrix_on_its_diagonal():
@@ -240,7 +240,7 @@ def test_a_skip_that_cannot_be_solved_for_is_an_error():
     x[3] = 1e200  # its square is infinite
     terms = with_skip(terms_of((0.7, 0.0, 0.0, 0.0), None, W_t, b_t), x, y)
     with pytest.raises(TrainingError, match="not finite; lower --lr"):
-        solve(system_of("sums", z, torch.cat([y, x], 1)), terms)
+        optimal_decoder(system_of("sums", z, torch.cat([y, x], 1)), terms)
 
 
 @both
@@ -249,7 +249,9 @@ def test_targets_without_the_last_skips_prediction_leave_the_rest_to_it(kind):
     x, before = beside(40), torch.ones(3, E).double()
     terms = terms_of((0.7, 0.0, 0.0, 0.0), direction, W_t, b_t)
     whole, rest = (
-        solve(system_of(kind, z, torch.cat([targets, x], 1)), with_skip(terms, x, targets))
+        optimal_decoder(
+            system_of(kind, z, torch.cat([targets, x], 1)), with_skip(terms, x, targets)
+        )
         for targets in (y, y - x @ before)
     )
     np.testing.assert_allclose(rest.skip + before, whole.skip, rtol=1e-6, atol=1e-8)
@@ -270,7 +272,7 @@ def test_a_skip_of_dimensions_that_codes_explain_is_solvable():
     z, y, _, W_t, b_t = problem(40, F, E)
     x = z[:, :3].contiguous()
     terms = with_skip(terms_of((1e-9, 0, 0, 0), None, W_t, b_t), x, y)
-    state = solve(system_of("sums", z, torch.cat([y, x], 1)), terms)
+    state = optimal_decoder(system_of("sums", z, torch.cat([y, x], 1)), terms)
     fitted = z @ state.W(None) + x @ state.skip + state.b
     left = torch.cat([z, torch.ones(40, 1).double()], 1)
     expected = left @ torch.linalg.lstsq(left, y).solution

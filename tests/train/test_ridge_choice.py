@@ -19,9 +19,10 @@ from ridge_problems import (
 from sklearn.datasets import load_digits
 
 from saecli.base.errors import TrainingError
-from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, solve
-from saecli.train.ridge.solve import LEAST, MIXED, MOST, sample_rows
+from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, optimal_decoder
+from saecli.train.ridge.alpha import LEAST, MIXED, MOST, sample_rows
 from saecli.train.ridge.sums import Direct
+from saecli.train.ridge.system import Ridge
 
 both = pytest.mark.parametrize("kind", ["sums", "held rows"])
 
@@ -155,9 +156,11 @@ def positive(side: int) -> torch.Tensor:
 @pytest.mark.parametrize("side", [1, 7, 50])
 def test_cholesky_solves_and_estimates_the_condition(side):
     whole, right = positive(side) + 0.5 * torch.eye(side), positive(side)[:, :3] + 1
-    factor = Direct(None, lambda ridge: (positive(side) + ridge * torch.eye(side)).tril(), 0.5)
+    factor = Direct(
+        None, lambda ridge: (positive(side) + ridge * torch.eye(side)).tril(), Ridge(0.5, 0.0)
+    )
     solution = np.linalg.solve(whole.numpy(), right.numpy())
-    assert (factor.ridge, factor.raised) == (0.5, False)
+    assert (factor.ridge.total, factor.raised) == (0.5, False)
     np.testing.assert_allclose(factor.solve(right), solution, rtol=1e-9, atol=1e-9)
     quadratic = (right.numpy() * solution).sum(0)
     np.testing.assert_allclose(factor.quadratic(right.T), quadratic, rtol=1e-9)
@@ -169,8 +172,8 @@ def test_cholesky_solves_and_estimates_the_condition(side):
 def test_a_ridge_is_raised_until_the_matrix_is_positive_definite(place):
     matrix = positive(50)
     matrix[place, place] = -1.0
-    factor = Direct(None, lambda ridge: matrix + ridge * torch.eye(50).double(), 0.01)
-    assert factor.raised and factor.ridge > 1
+    factor = Direct(None, lambda ridge: matrix + ridge * torch.eye(50).double(), Ridge(0.01, 0.0))
+    assert factor.raised and factor.ridge.total > 1
     assert factor.solve(torch.ones(50, 1).double()).isfinite().all()
 
 
@@ -325,7 +328,7 @@ def test_a_good_start_takes_four_factorisations_for_the_decoder_too(monkeypatch)
     chosen = choose_alpha(system, terms, z, x, None).alpha
     taken, original = [], system.factorise
     monkeypatch.setattr(system, "factorise", lambda terms: taken.append(1) or original(terms))
-    solve(system, terms, choose_alpha(system, terms, z, x, 1.1 * chosen))
+    optimal_decoder(system, terms, choose_alpha(system, terms, z, x, 1.1 * chosen))
     assert len(taken) == 4
 
 

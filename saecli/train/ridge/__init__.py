@@ -19,13 +19,13 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
     A_ij = min(q_i, q_j) (sum z z')_ij - s N u_i u_j      C_i = q_i (sum z y')_i - N u_i (s y_bar + t b_t)'
 
 and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
-prediction; see `solve.py`.
+prediction; see `WithSkip`.
 
     system = method_for(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:  # or of few rows: system = HeldRows(z, y)
         system.add(codes, y)
     factorisation = choose_alpha(system, terms, z, y, last_alpha)       # or None, for the alpha of `terms`
-    state = solve(system, terms, factorisation)
+    state = optimal_decoder(system, terms, factorisation)
 
 | system | holds | factorisation |
 |---|---|---|
@@ -34,8 +34,9 @@ prediction; see `solve.py`.
 | `StreamedCodes` | means, sum z y', sparse codes | `Iterative`: conjugate gradients, no F x F matrix |
 """
 
+from .alpha import choose_alpha
+from .decoder import DecoderState, method_for, optimal_decoder
 from .iterative import TOLERANCE, StreamedCodes
-from .solve import DecoderState, choose_alpha, method_for, solve
 from .sums import HeldRows, Sums
 from .system import Factorisation, SkipSums, System, Terms
 
@@ -51,5 +52,5 @@ __all__ = [
     "Terms",
     "choose_alpha",
     "method_for",
-    "solve",
+    "optimal_decoder",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes, SparseCodes, joined
-from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, System, reduced
+from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, Ridge, System, reduced
 
 MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
@@ -141,9 +141,9 @@ class StreamedCodes(System):
     def diagonal(self, shrink: float) -> Tensor:
         return self._membership * self.squares - shrink * self.count * self.u.square()
 
-    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
+    def _factorise(self, ridge: Ridge, shrink: float, decay: Tensor) -> "Iterative":
         least = 1e-8 * (self.scale(shrink) or 1.0)  # less is lost in float32 products
-        return Iterative(self, max(ridge, least), shrink, decay)
+        return Iterative(self, ridge.raised_to(max(ridge.total, least)), shrink, decay)
 
     def times(self, V: Tensor, shrink: float) -> Tensor:
         """`A V`, (F, C), with products in the codes' precision and sums in float64."""
@@ -162,10 +162,10 @@ class StreamedCodes(System):
 class Iterative(Factorisation):
     """Each solution is an iteration; the decoder's starts from the last decoder."""
 
-    def __init__(self, system: StreamedCodes, ridge: float, shrink: float, decay: Tensor) -> None:
+    def __init__(self, system: StreamedCodes, ridge: Ridge, shrink: float, decay: Tensor) -> None:
         super().__init__(system, ridge, raised=False)
         self._codes, self._shrink = system, shrink
-        self._added = decay + ridge  # (F,)
+        self._added = decay + ridge.total  # (F,)
         self._diagonal = system.diagonal(shrink).clamp(min=0) + self._added
         self._residuals: list[float] = []
 

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes
-from .system import NOT_FINITE, PIECE, AllReduce, Factorisation, Inverse, OwnRows, System, reduced
+from .system import (
+    NOT_FINITE,
+    PIECE,
+    AllReduce,
+    Factorisation,
+    Fits,
+    Inverse,
+    Ridge,
+    Sample,
+    System,
+    reduced,
+)
 
 
 class Sums(System):
@@ -108,7 +119,7 @@ class Sums(System):
         between = self._membership * self._z_bar.square() - shrink * self.u.square()
         return self._membership * self._spread + self.count * between
 
-    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
+    def _factorise(self, ridge: Ridge, shrink: float, decay: Tensor) -> "Direct":
         """F^3 / 3 operations and 8 F^2 bytes more."""
         masks = self._masks
         updates = [(-self.rows / len(masks), mask * (self.sum_z / self.count)) for mask in masks]
@@ -131,7 +142,7 @@ class Sums(System):
 
         # A smaller ridge is lost in float64's rounding.
         least = 1e-13 * (diagonal.abs().mean().item() or 1.0)
-        return Direct(self, build, max(ridge, least))
+        return Direct(self, build, ridge, least)
 
 
 class Direct(Factorisation):
@@ -141,9 +152,12 @@ class Direct(Factorisation):
     for each attempt that fails. F^3 / 3 operations per attempt.
     """
 
-    def __init__(self, system: System, build: Callable[[float], Tensor], ridge: float) -> None:
-        self._R, least_ridge = cholesky(build, ridge)
-        super().__init__(system, least_ridge, raised=least_ridge > ridge)
+    def __init__(
+        self, system: System, build: Callable[[float], Tensor], ridge: Ridge, least: float = 0.0
+    ) -> None:
+        asked = max(ridge.total, least)
+        self._R, total = cholesky(build, asked)
+        super().__init__(system, ridge.raised_to(total), raised=total > asked)
 
     def solve(self, right: Tensor) -> Tensor:
         """2 F^2 operations per column."""
@@ -236,7 +250,7 @@ class HeldRows(System):
     def diagonal(self, shrink: float) -> Tensor:
         return self.lift(shrink)[0].square().sum(0)
 
-    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
+    def _factorise(self, ridge: Ridge, shrink: float, decay: Tensor) -> "Dual":
         return Dual(self, ridge, shrink, decay)
 
     def lift(self, shrink: float) -> tuple[Tensor, Tensor]:
@@ -251,7 +265,7 @@ class Dual(Direct):
     """A Cholesky factor of the N x N matrix S: 2 N^2 F + N^3 / 3 operations, the first term only once if there is no
     decay."""
 
-    def __init__(self, system: HeldRows, ridge: float, shrink: float, decay: Tensor) -> None:
+    def __init__(self, system: HeldRows, ridge: Ridge, shrink: float, decay: Tensor) -> None:
         Z_h, gram = system.lift(shrink)
 
         def build(ridge: float) -> Tensor:
@@ -264,14 +278,15 @@ class Dual(Direct):
 
         # The solution is a difference divided by the ridge: a smaller one is lost in rounding.
         least = 1e-9 * (gram.diagonal().sum().item() / system.rows or 1.0)
-        super().__init__(system, build, max(ridge, least))
+        super().__init__(system, build, ridge, least)
         self._y, self._shrink, self._Z_h = system.y, shrink, Z_h
-        self._weight = _weight(decay, self.ridge)  # r E^-1, (F, 1)
+        self._r = self.ridge.total
+        self._weight = _weight(decay, self._r)  # r E^-1, (F, 1)
 
     def solve(self, right: Tensor) -> Tensor:
         """See `Factorisation.solve`; cost: 4 N F + 2 N^2 operations per column."""
         weighted = self._weight * right
-        return (weighted - self._lift(super().solve(self._Z_h @ weighted))) / self.ridge
+        return (weighted - self._lift(super().solve(self._Z_h @ weighted))) / self._r
 
     def solve_cross(self, centre: Tensor) -> Tensor:
         """See `Factorisation.solve_cross`; the right side `sum z (y - centre)'` is `Z_h' Y`, without cancellation."""
@@ -281,18 +296,22 @@ class Dual(Direct):
         """See `Factorisation.quadratic`; cost: 2 N F + N^2 operations per row."""
         weighted = self._weight * psi.T
         subtracted = super().quadratic((self._Z_h @ weighted).T)
-        return ((weighted * psi.T).sum(0) - subtracted) / self.ridge
+        return ((weighted * psi.T).sum(0) - subtracted) / self._r
 
-    def own(self, index: Tensor, centre: Tensor) -> OwnRows:
-        """2 N^2 operations for each row."""
-        rows, columns = len(self._Z_h), torch.arange(len(index), device=index.device)
-        units = self._Z_h.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
-        units[index, columns] += 1  # P's columns
+    def fits(self, sample: Sample) -> Fits:
+        """See `Factorisation.fits`; exact for the system's own rows, where with a small ridge differences would cancel:
+        2 N^2 operations for each."""
+        if sample.numbers is None:
+            return super().fits(sample)
+        rows, columns = len(self._Z_h), torch.arange(len(sample.y), device=sample.y.device)
+        units = self._Z_h.new_full((rows, len(columns)), -(1 - (1 - self._shrink) ** 0.5) / rows)
+        units[sample.numbers, columns] += 1  # P's columns
         solved = super().solve(units)
-        return OwnRows(
-            self.ridge * (solved * units).sum(0),
+        residual = self._r * (solved.T @ self._targets(sample.centre))
+        return Fits(
             self._lift(solved),
-            self.ridge * (solved.T @ self._targets(centre)),
+            self._r * (solved * units).sum(0)[:, None, None],
+            residual[:, : sample.y.shape[1]],
         )
 
     inverse = Factorisation.inverse  # the factor's is N x N

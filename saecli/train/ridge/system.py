@@ -5,10 +5,9 @@ the package's docstring; `shrink` is s.
 """
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -72,6 +71,22 @@ class Terms:
         """`s y_bar + t b_t`, (E,), subtracted from targets before solving for W."""
         t = self.nu / (rows + self.beta + self.nu)
         return self.shrink(rows) * y_bar + t * self.b_t.double()
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """What a factorisation adds to every entry of A's diagonal."""
+
+    alpha: float
+    mu: float
+
+    @property
+    def total(self) -> float:
+        return self.alpha + self.mu
+
+    def raised_to(self, total: float) -> "Ridge":
+        """The ridge with a larger alpha; not `total - mu`, since a large mu would swallow alpha."""
+        return replace(self, alpha=self.alpha + (total - self.total))
 
 
 class System(ABC):
@@ -138,22 +153,29 @@ class System(ABC):
         scale = self.scale(shrink)
         # With more W equals T to nine digits, and c would be lost in a difference.
         alpha = min(terms.alpha, 1e9 * scale) if scale else terms.alpha
-        factorisation = self._factorise(alpha + terms.mu, shrink, terms.decay)
-        raised_by = factorisation.ridge - (alpha + terms.mu)  # a large mu would swallow alpha
-        factorisation.alpha = alpha + raised_by
-        factorisation.relative_alpha = factorisation.alpha / max(scale, sys.float_info.min)
-        return factorisation
+        return self._factorise(Ridge(alpha, terms.mu), shrink, terms.decay)
 
     @abstractmethod
-    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Factorisation": ...
+    def _factorise(self, ridge: Ridge, shrink: float, decay: Tensor) -> "Factorisation": ...
 
 
-class OwnRows(NamedTuple):
-    """m of the system's own rows, to full precision: with a small ridge differences cancel."""
+class Sample(NamedTuple):
+    """n rows to leave out, one after another, for the right side C of targets about a centre."""
 
-    slack: Tensor  # 1 - 1/(N + beta + nu) - psi_i' M psi_i, (m,), 1 less the leverage
-    u: Tensor  # M psi_i, (F, m)
-    residual: Tensor  # y_i - centre - psi_i' M sum z (y - centre)', (m, E)
+    psi: Tensor  # centred codes in each prefix, (n, L, F)
+    y: Tensor  # targets about the centre, (n, E)
+    C: Tensor  # (F, E)
+    centre: Tensor  # of all of the system's targets
+    bias: float  # 1 / (N + beta + nu), the leverage of the intercept
+    numbers: Tensor | None  # of the rows in the system, (n,), if they are known
+
+
+class Fits(NamedTuple):
+    """How a decoder `M C` fits sampled rows in each of L prefixes."""
+
+    u: Tensor  # M psi', (F, n L)
+    slack: Tensor  # I - H_i, H_i being the leverages, (n, L, L)
+    residual: Tensor  # y - psi M C, (n L, E)
 
 
 class Inverse(NamedTuple):
@@ -166,12 +188,13 @@ class Inverse(NamedTuple):
 class Factorisation(ABC):
     """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`; M is its inverse."""
 
-    alpha: float  # the ridge less mu
-    relative_alpha: float  # alpha over A's mean diagonal
-
-    def __init__(self, system: System, ridge: float, raised: bool) -> None:
+    def __init__(self, system: System, ridge: Ridge, raised: bool) -> None:
         self.system, self.ridge = system, ridge
         self.raised = raised  # a smaller ridge did not factorise
+
+    @property
+    def alpha(self) -> float:
+        return self.ridge.alpha
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
@@ -183,6 +206,18 @@ class Factorisation(ABC):
     def quadratic(self, psi: Tensor) -> Tensor:
         """`psi_i' M psi_i`, (n,), of rows psi, (n, F)."""
         return (psi.T * self.solve(psi.T)).sum(0)
+
+    def fits(self, sample: Sample) -> Fits:
+        """2 F^2 operations for each row and prefix."""
+        _, prefixes, F = sample.psi.shape
+        u = self.solve(sample.psi.reshape(-1, F).T)
+        leverage = (sample.psi @ u.T.reshape(sample.psi.shape).mT + sample.bias) / prefixes
+        slack = torch.eye(prefixes).to(leverage) - leverage
+        return Fits(u, slack, sample.y.repeat_interleave(prefixes, 0) - u.T @ sample.C)
+
+    def skip_for(self, W: Tensor) -> Tensor:
+        """The optimal skip for a decoder, (D, E); of none, D is 0."""
+        return W.new_empty(0, W.shape[1])
 
     def inverse(self) -> Inverse:
         """M, at most at F times the cost of `quadratic`; called last, as it may overwrite the factor."""
@@ -202,10 +237,6 @@ class Factorisation(ABC):
     def residual(self) -> float:
         """The largest so far over its right side; nan if solutions are exact to float64's rounding."""
         return math.nan
-
-    def own(self, index: Tensor, centre: Tensor) -> OwnRows | None:
-        """The system's own rows with given numbers, (m,); None if it does not hold rows."""
-        return None
 
 
 def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:

@@ -1,0 +1,238 @@
+"""The closed-form decoder from its normal equations, and the way to solve for it within a budget of memory.
+
+F = d_sae, D skipped dimensions, E targets proper. All float64; symbols as in the package.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...sae.codes import Codes, Prefixes
+from .iterative import COLUMNS, StreamedCodes
+from .sums import HeldRows, Sums, cholesky
+from .system import Factorisation, Inverse, SkipSums, System, Terms
+
+# Effect over the median one, below which a latent may be needless. FVU of SmolLM2-135M-Instruct, topk: 0.169, without
+# such a limit 0.172; F1 of the world with hierarchy: 0.695, 0.700.
+LEAST_EFFECT = 0.3
+TURNS = 64  # between waits for the device
+
+
+@dataclass(frozen=True)
+class Method:
+    kind: str  # "direct" by sums over the rows, "dual" by the rows themselves, "iterative" by products with codes
+    bytes: int  # peak memory, without the codes that an iteration keeps
+    budget: float = 0.0  # for those
+    prefixes: Prefixes = ()
+
+    def system(self, start: Tensor, reread: Callable[[], Iterator[Codes]]) -> System:
+        """The system to add rows to; "dual" has none yet, and is replaced by one of all rows at the end of the pass."""
+        d_sae, d_out = start.shape
+        if self.kind == "direct":
+            return Sums(d_sae, d_out, start.device, self.prefixes)
+        if self.kind == "dual":
+            return HeldRows(start.new_empty(0, d_sae), start.new_empty(0, d_out))
+        return StreamedCodes(start, reread, self.budget, self.prefixes)
+
+
+def method_for(
+    rows: int,
+    d_sae: int,
+    d_out: int,
+    memory: float = math.inf,
+    solve: str = "auto",
+    prefixes: Prefixes = (),
+) -> Method:
+    """How to solve a decoder step: with `solve` "auto" by a factorisation if it fits in bytes of memory, else by
+    iteration."""
+    solution = 6 * d_sae * d_out  # numbers of float64
+    if rows < d_sae and not prefixes:
+        # Codes, their centred and weighted copies, targets, products of N x N and their factor.
+        held = rows * (5 * d_sae + d_out) + 2 * rows * rows
+        factorised = Method("dual", 8 * (held + solution))
+    else:  # the Gram matrix and its factor
+        factorised = Method("direct", 8 * (2 * d_sae * d_sae + solution), prefixes=prefixes)
+    # Vectors of the iteration, for each column; of all columns at once if codes come again for each product.
+    streaming = 8 * (solution + 6 * d_sae * d_out)
+    keeping = 8 * (solution + 6 * d_sae * min(COLUMNS, d_out))
+    if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
+        return factorised
+    budget = 0.8 * max(memory - keeping, 0)  # the rest for what codes take while they are joined
+    return Method("iterative", streaming, budget, prefixes)
+
+
+@dataclass(frozen=True)
+class DecoderState:
+    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; float64."""
+
+    c: float  # 0 without a direction
+    Delta: Tensor  # (F, E); W itself without a direction
+    b: Tensor
+    alpha: float
+    relative_alpha: float  # alpha over A's mean diagonal
+    ridge: float  # alpha + mu
+    raised: bool  # whether a smaller ridge did not factorise
+    condition: float  # of a factorised matrix; else nan
+    residual: float  # of an iteration's worst column, over its right side; else nan
+    skip: Tensor | None = None  # (D, E)
+    needless: Tensor | None = None  # 1 for the latents that are missed least, else 0, (F,)
+
+    def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
+        """(F, E), given T0."""
+        if direction is None:
+            return self.Delta
+        return torch.add(self.Delta, direction.double(), alpha=self.c)
+
+
+def optimal_decoder(
+    system: System, terms: Terms, factorisation: Factorisation | None = None, needless: int = 0
+) -> DecoderState:
+    """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
+    `factorisation` replaces the terms'. `needless` is the number of latents that are found as missed least, at most.
+
+    Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, F^3 / 3 for needless latents.
+    """
+    plain = factorisation or system.factorise(terms)
+    E, alpha, T0 = terms.d_out, plain.alpha, terms.direction
+    s, centre = terms.shrink(system.rows), terms.centre(system.rows, system.y_bar)
+    M = plain if terms.skip is None else WithSkip(plain, terms.skip, centre)
+
+    W = M.solve_cross(centre)
+    if terms.mu:
+        W += M.solve(terms.mu * terms.W_t.double())
+    c = 0.0
+    if T0 is not None:
+        along = M.solve(T0.double())
+        c = best_multiple(T0.double(), W, along, alpha)
+        W.add_(along, alpha=c * alpha)
+    S = M.skip_for(W)
+    b = centre[:E] - s * (system.u @ W + system.y_bar[E:] @ S)
+
+    condition, residual = M.condition(), M.residual()
+    missed_least = None
+    if needless:  # last, since the inverse may overwrite the factor
+        varies = system.diagonal(s) > 0
+        missed_least = least_missed(W, M.inverse(), varies, needless)
+    return DecoderState(
+        c=c,
+        Delta=W if T0 is None else W.sub_(T0.double(), alpha=c),
+        b=b,
+        alpha=alpha,
+        relative_alpha=alpha / max(system.scale(s), sys.float_info.min),
+        ridge=plain.ridge.total,
+        raised=plain.raised,
+        condition=condition,
+        residual=residual,
+        skip=None if terms.skip is None else S,
+        needless=missed_least,
+    )
+
+
+class WithSkip(Factorisation):
+    """An affine skip eliminated from a factorisation M: its solutions are jointly optimal with a skip S, (D, E).
+
+    The system has the targets (y, x) side by side, so that one solution gives both `M C_y` and `P = M C_x`. With the
+    rows' own blocks, centred like C,
+
+        A_xx = sum x x' - N x_bar (s x_bar)'        A_xy = sum x y' - N x_bar (s y_bar + t b_t)'
+
+    and K their Schur complement, the equations of (W, S) are those of W alone with the inverse `M + P K^-1 P'`:
+
+        K = A_xx - C_x' P        W = M G - P K^-1 (A_xy - C_x' M G)        S = A_xx^-1 (A_xy - C_x' W)
+
+    for a right side G that holds C_y; other right sides have no part in x, thus no A_xy.
+    """
+
+    def __init__(self, M: Factorisation, skip: SkipSums, centre: Tensor) -> None:
+        super().__init__(M.system, M.ridge, M.raised)
+        self._M, E = M, skip.d_out
+        self._cross, self._P = M.solve_cross(centre).tensor_split([E], 1)  # M C_y; (F, D)
+        self._C_x = M.system.cross(centre)[:, E:]
+        A_xx, self._A_xy = skip.blocks(M.system.rows, M.system.y_bar[E:], centre)
+        K = A_xx - self._C_x.T @ self._P
+        K = (K + K.T) / 2
+        # A ridge, raised against rounding: dimensions of x that codes explain, or that never vary, get no skip.
+        ridge = 1e-9 * max(A_xx.diagonal().mean().item(), sys.float_info.min)
+        unit = torch.eye(len(K)).to(K)
+        self._R, ridge = cholesky(lambda ridge: K + ridge * unit, ridge)
+        self._A_xx = A_xx + ridge * unit
+
+    def solve(self, right: Tensor) -> Tensor:
+        return self._eliminated(self._M.solve(right), 0.0)
+
+    def solve_cross(self, centre: Tensor) -> Tensor:
+        return self._eliminated(self._cross, self._A_xy)
+
+    def _eliminated(self, W: Tensor, A_xy: Tensor | float) -> Tensor:
+        S = torch.cholesky_solve(A_xy - self._C_x.T @ W, self._R, upper=True)
+        return W - self._P @ S
+
+    def skip_for(self, W: Tensor) -> Tensor:
+        return torch.linalg.solve(self._A_xx, self._A_xy - self._C_x.T @ W)
+
+    def inverse(self) -> Inverse:
+        plain = self._M.inverse()
+        root = torch.linalg.solve_triangular(self._R.mT, self._P.T, upper=False)  # (D, F)
+        return Inverse(
+            plain.diagonal + root.square().sum(0),
+            lambda latents: plain.block(latents) + root[:, latents].T @ root[:, latents],
+        )
+
+    def condition(self) -> float:
+        return self._M.condition()
+
+    def residual(self) -> float:
+        return self._M.residual()
+
+
+def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
+    """The c that minimises the objective jointly with W.
+
+    Of T0, `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, columns may be left out, or mixed alike. At
+    W(c) = M (C + mu W_t) + c alpha M T0 the objective's derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at
+    `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`. If no code varies every c is equally good; 1 keeps the encoder's
+    gradient.
+    """
+    curvature = (T0 * (T0 - alpha * along)).sum().item()
+    if curvature <= 1e-14 * T0.square().sum().item():  # rounding
+        return 1.0
+    return (T0 * untargeted).sum().item() / curvature
+
+
+def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
+    """1 for at most `most` of the latents whose codes vary, a mask (F,), that are missed least, else 0, (F,), float64.
+
+    Without latent i, and with the others refitted, the objective is larger by its effect, `||W_i||^2 / M_ii`, here far
+    below the median one. They are found one after another, each without those before, so that one of several copies
+    stays.
+
+    Source: Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993).
+    """
+    effect = W.square().sum(1) / inverse.diagonal
+    missed_least = torch.zeros_like(effect)
+    if not varies.any():
+        return missed_least
+    low = LEAST_EFFECT * effect[varies].median()
+    effect[~varies] = torch.inf
+    latents = effect.argsort()[: 2 * most]
+    latents = latents[effect[latents] < low]
+    W, M = W[latents], inverse.block(latents).clone()
+    taken = torch.zeros(len(latents), dtype=torch.bool, device=W.device)
+    for turn in range(min(most, len(latents))):
+        effect = (W.square().sum(1) / M.diagonal()).masked_fill(taken, torch.inf)
+        least = effect.argmin(
+            keepdim=True
+        )  # as an index of one entry, for which a GPU is not waited for
+        found = effect[least] < low
+        if turn % TURNS == 0 and not found:
+            break
+        taken[least] = found
+        along = torch.where(found, M[:, least] / M.diagonal()[least], 0.0)
+        W.addmm_(along, W[least], alpha=-1)
+        M.addmm_(along, M[least], alpha=-1)
+    missed_least[latents] = taken.double()
+    return missed_least
