@@ -26,7 +26,7 @@ import numpy as np
 
 from saecli.base.console import Silent
 from saecli.base.home import Home
-from saecli.measure.latents import Examples, at_random, bin_edges, in_blocks, survey
+from saecli.measure.latents import Examples, at_random, bin_edges, row_blocks, survey_latents
 from saecli.measure.measured import ChosenRows, Measured
 from saecli.model.language_model import LanguageModel
 from saecli.model.source import find_model
@@ -49,8 +49,8 @@ def features(run: Measured, model: LanguageModel, count: int) -> Iterator[dict[s
         Examples(range(sae.d_sae), sae.d_sae, count, True, *ranking)
         for ranking in ((), (at_random,))
     )
-    result = survey(
-        sae, in_blocks(run.inputs(Silent()), rows, run.batch_rows), rows.rows, best, samples
+    result = survey_latents(
+        sae, row_blocks(run.inputs(Silent()), rows, run.batch_rows), rows.rows, best, samples
     )
     outputs = Unembedding(model).output_tokens(sae.W_dec, TOKENS, lambda done: None)
     middles, histograms = bin_edges()[:-1], result.magnitudes.histograms

@@ -2,7 +2,8 @@
 
 measured.py      an SAE with the rows that it is measured on
 evaluate.py      FVU, L0, firing frequencies, known features found; several SAEs spliced into a model, alone or at once
-stability.py     latents matched between seeds: PW-MCC; nearest decoder vectors
+cosines.py       decoder vectors aligned with known features, matched one to one, nearest to each other
+stability.py     latents matched between seeds: PW-MCC
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts
 controls.py      baselines: the training with one ingredient removed
@@ -11,7 +12,7 @@ excerpts.py      texts on which latents fire, and others
 rules.py         labels by rules on tokens
 judge.py         labels and scores by a language model
 endpoint.py      the server that it is behind
-labels.py        the file of labels
+labels.py        the file of labels; balanced accuracy
 read.py          the latents that fire on a text
 steer.py         text generated with latents changed
 latents.py       examples, histograms and partners of latents, for reports

@@ -27,9 +27,10 @@ from ..store.reader import Rows
 from ..store.split import Which
 from ..train.plan import few_documents
 from ..train.rows import ArrayLike
+from .cosines import Alignment
 from .hook_points import places_document
 from .labels import shown_labels
-from .measured import Alignment, ChosenRows, Measured, RowsLike, by_rows
+from .measured import ChosenRows, Measured, RowsLike, by_rows
 
 if TYPE_CHECKING:
     from ..model.source import ModelSource

@@ -18,16 +18,16 @@ from scipy.sparse import csc_array, csr_array, vstack
 from ..base.console import Listener
 from ..model.tokenizer import TokenTexts
 from ..store.split import TEST_FRACTION, Which
-from .latents import CoFiring, in_blocks
+from .cosines import neighbours
+from .latents import CoFiring, ExcerptShape, row_blocks
 from .measured import Measured, at_tokens, spread_out
-from .stability import neighbours
 
-LENGTH, BEFORE = 32, 23  # most tokens of an excerpt, and those before its peak
+EXCERPT = ExcerptShape(32, 23)
 TRAIN_ROWS, TEST_ROWS, MOST_CODES = 1 << 17, 1 << 15, 1 << 24
 STRONGEST, SAMPLED = 10, 10  # of `shown`
-FIRING, SILENT, NEAR = 20, 20, 10
+FIRING, SILENT, NEAR = 20, 20, 10  # excerpts of each, at most
 SEED = 0  # of the choice of latents and of texts
-NEIGHBOURS = 5  # by cosine, and as many by co-firing
+NEAR_LATENTS = 5  # by cosine, and as many by co-firing
 TRIES = 10  # random windows looked at for each silent one wanted
 
 
@@ -74,9 +74,9 @@ class Corpus:
 
     @cached_property
     def _cells(self) -> np.ndarray:
-        """The cell of each token, (n,): windows are cut into cells of at most `LENGTH` tokens."""
+        """The cell of each token, (n,): windows are cut into cells of an excerpt's length."""
         inside = np.arange(len(self.tokens)) - self.starts[self.windows]
-        return np.cumsum(inside % LENGTH == 0)
+        return np.cumsum(inside % EXCERPT.length == 0)
 
     @cached_property
     def _shuffled(self) -> np.ndarray:
@@ -90,8 +90,8 @@ class Corpus:
     def peaks(self, latent: int, train: bool) -> np.ndarray:
         """The tokens at which a latent peaks in each cell of a sample, the strongest first."""
         tokens, part = self.fires(latent), slice(*self.codes.indptr[latent : latent + 2])
-        kept = (tokens < self.trained) == train
-        tokens, sizes = tokens[kept], abs(self.codes.data[part][kept])
+        in_sample = (tokens < self.trained) == train
+        tokens, sizes = tokens[in_sample], abs(self.codes.data[part][in_sample])
         order = np.argsort(-sizes, kind="stable")
         _, first = np.unique(self._cells[tokens[order]], return_index=True)
         return tokens[order[np.sort(first)]]
@@ -99,11 +99,11 @@ class Corpus:
     def around(self, tokens: np.ndarray) -> np.ndarray:
         """The excerpts around tokens, each once, (E, 2)."""
         windows = self.windows[tokens]
-        first, end = self.starts[windows], self.starts[windows + 1]
-        begins = np.maximum(first, np.minimum(tokens - BEFORE, end - LENGTH))
-        spans = np.stack([begins, np.minimum(begins + LENGTH, end)], axis=1)
-        _, first_ones = np.unique(spans, axis=0, return_index=True)
-        return spans[np.sort(first_ones)]
+        spans = np.stack(
+            EXCERPT.bounds(tokens, self.starts[windows], self.starts[windows + 1]), axis=1
+        )
+        _, first = np.unique(spans, axis=0, return_index=True)
+        return spans[np.sort(first)]
 
     def spans(self, latent: int) -> Spans:
         strong = self.peaks(latent, True)
@@ -168,7 +168,7 @@ def _sample(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]]:
     """For each block of rows: tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F)."""
     count = 0
-    for block in in_blocks(run.inputs(listener), run.of_store, run.batch_rows):
+    for block in row_blocks(run.inputs(listener), run.of_store, run.batch_rows):
         texts = block.texts
         assert texts is not None and block.columns is not None
         z = run.sae.codes(block.x).dense()
@@ -190,9 +190,9 @@ def _near(
     """The latents near chosen ones, (C,), in turn by cosine of decoder vectors and by co-firing."""
     latents = torch.from_numpy(chosen).to(run.sae.W_dec.device)
     with listener.progress("comparing latents", len(latents), "latents") as show:
-        cosines, by_cosine = neighbours(run.sae, latents, NEIGHBOURS, show)
+        cosines, by_cosine = neighbours(run.sae, latents, NEAR_LATENTS, show)
     with listener.progress("counting pairs", len(latents), "latents") as show:
-        phi, by_phi = cofiring.partners(latents, NEIGHBOURS, show)
+        phi, by_phi = cofiring.partners(latents, NEAR_LATENTS, show)
     near = torch.stack([by_cosine, by_phi], dim=2).flatten(1)
     is_near = torch.stack([cosines, phi], dim=2).flatten(1) > 0
     rows = zip(chosen.tolist(), near, is_near, strict=True)

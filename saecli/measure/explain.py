@@ -22,15 +22,14 @@ from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import DENSE_FREQUENCY
 from .endpoint import ANSWERS, Endpoint, Server
 from .excerpts import Corpus, LatentExcerpts, excerpts_of, gather
-from .judge import COUNTS, KINDS, judge
-from .judge import SCORES as JUDGED
-from .labels import LABELS, Label, Labels, add_labels, others_labels, read_labels, shown
+from .judge import ANSWER_COUNTS, JUDGED_LABELS, JUDGED_SCORES, judge
+from .labels import LABELS, Label, Labels, add_labels, derange, others_labels, read_labels, shown
 from .latents import chosen_latents
 from .measured import ChosenRows, Measured, RowsLike
 from .probes import means_and_intervals
-from .rules import Rule, Tokens, choose_rules, score, shuffled
+from .rules import CorpusTokens, Rule, choose_rules, score
 
-SCORES = ("texts", "tokens")
+RULE_SCORES = ("texts", "tokens")
 Scores = dict[str, float | None]
 
 
@@ -95,7 +94,7 @@ def explain(
     texts = texts_of(run)
     corpus = gather(run, chosen, count, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
-    rules = choose_rules(Tokens(corpus, texts))
+    rules = choose_rules(CorpusTokens(corpus, texts))
     ruled = {latent: rule for latent, rule in enumerate(rules) if rule and latent in corpus.near}
     scores, floor = _scores(corpus, ruled, listener)
     found = {}
@@ -128,7 +127,7 @@ def _scores(
     corpus: Corpus, rules: Mapping[int, Rule], listener: Listener
 ) -> tuple[dict[int, Scores], dict[int, Scores]]:
     """The scores of each latent's rule, and of another latent's."""
-    others, scores, floor = shuffled(rules), {}, {}
+    others, scores, floor = derange(rules), {}, {}
     with listener.progress("scoring", len(rules), "latents") as show:
         for done, (latent, rule) in enumerate(rules.items()):
             show(done)
@@ -151,11 +150,11 @@ def _judged(
     )
     judged = [] if endpoint.server.dry_run else work(endpoint.ask)
     means = []
-    for kind in KINDS if judged else ():
+    for kind in JUDGED_LABELS if judged else ():
         lines = [line for line in judged if line["labels"] == kind]
-        counts = {name: sum(line[name] for line in lines) for name in COUNTS}
+        counts = {name: sum(line[name] for line in lines) for name in ANSWER_COUNTS}
         scores = {line["latent"]: line["scores"] for line in lines}
-        means.append(_means(kind, scores, JUDGED) | counts)
+        means.append(_means(kind, scores, JUDGED_SCORES) | counts)
     return {"plan": plan, "judged": judged, "judged_scores": means}
 
 
@@ -192,7 +191,7 @@ def _line(latent: int, frequency: float | None, labels: Labels) -> dict[str, Any
 
 
 def _means(
-    name: str, scores: Mapping[int, Scores], measures: Iterable[str] = SCORES
+    name: str, scores: Mapping[int, Scores], measures: Iterable[str] = RULE_SCORES
 ) -> dict[str, Any]:
     """The mean scores over latents that have them, with intervals."""
     values = {measure: [each[measure] for each in scores.values()] for measure in measures}

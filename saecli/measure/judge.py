@@ -24,13 +24,13 @@ import numpy as np
 
 from .endpoint import Ask, Chat
 from .excerpts import Excerpt, LatentExcerpts
-from .rules import balanced_accuracy, shuffled
+from .labels import balanced_accuracy, derange
 
-BATCH = 5  # most excerpts of a question
+QUESTION_EXCERPTS = 5  # most excerpts of a question
 LABEL_WORDS = 15
-KINDS = ("model", "rule", "model, shuffled")
-COUNTS = ("answers", "nonsense")
-SCORES = {  # the kinds of excerpts for which yes is right, and no
+JUDGED_LABELS = ("model", "rule", "model, shuffled")
+ANSWER_COUNTS = ("answers", "nonsense")
+JUDGED_SCORES = {  # the kinds of excerpts for which yes is right, and no
     "detection": ("firing", "silent"),
     "detection_near": ("firing", "near"),
     "fuzzing": ("right", "wrong"),
@@ -90,7 +90,7 @@ class Question:
     """Excerpts, each with a yes or no from the judge."""
 
     chat: Chat
-    kinds: tuple[str, ...]  # of each excerpt, as in `SCORES`
+    kinds: tuple[str, ...]  # of each excerpt, as in `JUDGED_SCORES`
 
 
 def label_prompt(shown: Sequence[Excerpt]) -> str:
@@ -164,7 +164,7 @@ def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Questio
     lines = []
     for place, index in enumerate(draw.permutation(len(usable))):
         tokens, marks, others = usable[index]
-        kind = SCORES["fuzzing"][place % 2]
+        kind = JUDGED_SCORES["fuzzing"][place % 2]
         if kind == "wrong":
             wrong = draw.permutation(others)[: marks.sum()]
             marks = np.isin(np.arange(len(marks)), wrong)
@@ -174,9 +174,13 @@ def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Questio
 
 def _questions(prompt: str, label: str, lines: Sequence[tuple[str, str]]) -> list[Question]:
     """Questions on texts with their kinds, nearly equally many in each."""
-    example = prompt.format(label=EXAMPLE_LABEL, count=BATCH, excerpts=EXAMPLES[prompt])
+    example = prompt.format(label=EXAMPLE_LABEL, count=QUESTION_EXCERPTS, excerpts=EXAMPLES[prompt])
     questions = []
-    for part in np.array_split(np.array(lines, object), -(-len(lines) // BATCH)) if lines else []:
+    for part in (
+        np.array_split(np.array(lines, object), -(-len(lines) // QUESTION_EXCERPTS))
+        if lines
+        else []
+    ):
         texts = [f"{number}. {text}" for number, (text, _) in enumerate(part, 1)]
         filled = prompt.format(label=label, count=len(part), excerpts="\n".join(texts))
         chat = (example, EXAMPLE_ANSWER, filled)
@@ -195,7 +199,7 @@ def scored(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, A
         else:
             verdicts += zip(question.kinds, found, strict=True)
     scores = {}
-    for name, (yes, no) in SCORES.items():
+    for name, (yes, no) in JUDGED_SCORES.items():
         pairs = [(kind == yes, verdict) for kind, verdict in verdicts if kind in (yes, no)]
         true, said = np.array(pairs, bool).reshape(-1, 2).T
         scores[name] = balanced_accuracy(said, true)
@@ -212,23 +216,23 @@ def judge(
         rules: labels by rule, of some of the latents.
         ask: returns the language model's answers. Latents whose answer is empty get no label either.
 
-    Returns a line for each latent and one of `KINDS`: `latent`, `labels`, the kind, the `label`, and as `scored`.
+    Returns a line per latent and kind of label: `latent`, `labels`, of `JUDGED_LABELS`, `label`, and as `scored`.
     """
     shown = [each for each in excerpts if each.shown]
     replies = ask([(label_prompt(each.shown),) for each in shown])
     found = {each.latent: label_of(reply) for each, reply in zip(shown, replies, strict=True)}
-    own = {latent: label for latent, label in found.items() if label is not None}
-    by_kind = dict(zip(KINDS, (own, rules, shuffled(own)), strict=True))
-    asked = [
-        (
-            {"latent": each.latent, "labels": kind, "label": label},
-            [*detection(label, each), *fuzzing(label, each)],
-        )
-        for each in excerpts
-        for kind, labels in by_kind.items()
-        if (label := labels.get(each.latent)) is not None
-    ]
-    answers = iter(ask([question.chat for _, questions in asked for question in questions]))
+    by_model = {latent: label for latent, label in found.items() if label is not None}
+    by_kind = dict(zip(JUDGED_LABELS, (by_model, rules, derange(by_model)), strict=True))
+    lines: list[dict[str, Any]] = []
+    questions: list[list[Question]] = []  # on each line's label
+    for each in excerpts:
+        for kind, labels in by_kind.items():
+            if each.latent in labels:
+                label = labels[each.latent]
+                lines.append({"latent": each.latent, "labels": kind, "label": label})
+                questions.append([*detection(label, each), *fuzzing(label, each)])
+    answers = iter(ask([question.chat for part in questions for question in part]))
     return [
-        line | scored(questions, [next(answers) for _ in questions]) for line, questions in asked
+        line | scored(part, [next(answers) for _ in part])
+        for line, part in zip(lines, questions, strict=True)
     ]

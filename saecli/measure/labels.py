@@ -12,17 +12,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
 
 from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
 from ..base.files import to_json, write_json
 from ..extract.readers import json_entries
 
+OfLatent = TypeVar("OfLatent")
 LABELS = "labels.json"
 LEAST_SHOWN = 0.55
 SHOWN_ABOVE = {"model": ("detection", 0.6), "rule": ("tokens", LEAST_SHOWN)}
-Kind = Literal["given", "model", "rule"]
+LabelKind = Literal["given", "model", "rule"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Label:
     scores: dict[str, float | None] = field(default_factory=dict)  # balanced accuracies
 
 
-Labels = dict[int, dict[Kind, Label]]
+Labels = dict[int, dict[LabelKind, Label]]
 
 
 def read_labels(path: Path, d_sae: int) -> Labels:
@@ -58,9 +61,9 @@ def _latent(number: int | str, d_sae: int) -> int:
     return int(number)
 
 
-def shown(labels: Mapping[Kind, Label]) -> str | None:
+def shown(labels: Mapping[LabelKind, Label]) -> str | None:
     """The label that is shown of a latent."""
-    for kind in get_args(Kind):
+    for kind in get_args(LabelKind):
         label = labels.get(kind)
         if label is None:
             continue
@@ -74,11 +77,11 @@ def shown(labels: Mapping[Kind, Label]) -> str | None:
 def shown_labels(folder: Path | None, d_sae: int) -> dict[int, str]:
     """The label of each latent that has one, by the file in an SAE's folder."""
     labels = {} if folder is None else read_labels(folder / LABELS, d_sae)
-    each = ((latent, shown(own)) for latent, own in labels.items())
+    each = ((latent, shown(by_kind)) for latent, by_kind in labels.items())
     return {latent: label for latent, label in each if label is not None}
 
 
-def add_labels(path: Path, kind: Kind, labels: Mapping[int, Label], d_sae: int) -> Labels:
+def add_labels(path: Path, kind: LabelKind, labels: Mapping[int, Label], d_sae: int) -> Labels:
     """Add labels of a kind to those in a file, in place of earlier ones of that kind; returns all."""
     merged = read_labels(path, d_sae)
     for latent, label in labels.items():
@@ -123,3 +126,18 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
             "JSON or JSON lines (.jsonl), of this SAE; name its own file with --labels"
         ) from error
     return labels
+
+
+def balanced_accuracy(said: np.ndarray, true: np.ndarray) -> float | None:
+    """The mean of the fractions of true and of false ones that are said to be so; None without one of them."""
+    if true.all() or not true.any():
+        return None
+    return float(said[true].mean() + (~said[~true]).mean()) / 2
+
+
+def derange(values: Mapping[int, OfLatent], seed: int = 0) -> dict[int, OfLatent]:
+    """Each latent with another one's value, such as its label: the floor of scores; empty for fewer than two."""
+    latents = np.random.default_rng(seed).permutation(list(values)).tolist()
+    others = np.roll(latents, 1).tolist()
+    pairs = zip(latents, others, strict=True)
+    return {latent: values[other] for latent, other in pairs if latent != other}

@@ -32,16 +32,15 @@ from ..store.split import splitmix64
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
 LOWEST, HIGHEST = -24, 24  # powers of two; sizes outside count in the first or last bin
-BINS = (HIGHEST - LOWEST) * OCTAVE
+SIZE_BINS = (HIGHEST - LOWEST) * OCTAVE
 EXPONENT_AT, BIAS = 23, 127  # of a float32's bits
-SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
-LEAST = 3  # rows that two latents share; fewer are taken for chance
+COFIRING_ROWS = 1 << 15  # at most, spread evenly over the rows
+LEAST_TOGETHER = 3  # rows that two latents share; fewer are taken for chance
 BLOCK_PAIRS = 1 << 22  # per product: 16 MB in float32, a few times over
 CHUNK = 1024  # sampled rows per product
 MOST_FIRING = 1 / 64  # of codes that are not zero, for sparse products
-TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 NOT_STORED = 255  # in place of the role of a token that is no row
-WINDOWS = 128  # examined before the smallest examples are updated
+MERGED_WINDOWS = 128  # examined before the smallest examples are updated
 
 
 def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[int]:
@@ -59,7 +58,25 @@ def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[
     return chosen.tolist()
 
 
-class Texts(NamedTuple):
+class ExcerptShape(NamedTuple):
+    """How excerpts are cut from windows: at most `length` tokens, `before` of them before the peak unless the window
+    ends too early."""
+
+    length: int
+    before: int
+
+    def bounds(
+        self, peaks: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The first tokens of excerpts, (n,), and the ends, given their peaks and the bounds of their windows."""
+        begins = np.maximum(starts, np.minimum(peaks - self.before, ends - self.length))
+        return begins, np.minimum(begins + self.length, ends)
+
+
+EXCERPT = ExcerptShape(48, 31)
+
+
+class WindowTokens(NamedTuple):
     """The tokens of a block's windows, in order, also those that are no rows."""
 
     token_ids: np.ndarray  # (n,)
@@ -67,20 +84,20 @@ class Texts(NamedTuple):
     stored: np.ndarray  # (n,) bool, which are rows of the block
 
     @classmethod
-    def of(cls, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Texts":
+    def of(cls, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> "WindowTokens":
         """Windows one after another, each its token ids, (T,), and which of them are rows, (T,) bool."""
         token_ids, stored = (np.concatenate(part) for part in zip(*windows, strict=True))
         return cls(token_ids, np.cumsum([0, *(len(ids) for ids, _ in windows)]), stored)
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Some rows, in stored order."""
 
     x: Tensor  # (B, D)
     numbers: np.ndarray  # within the store, (B,)
     # The rows' windows, documents and positions, (2, B), of a store that keeps windows; else each row is a window.
-    texts: Texts | None = None
+    texts: WindowTokens | None = None
     columns: np.ndarray | None = None
     roles: np.ndarray | None = None  # numbers in `tokenizer.ROLES`, (B,), of a store of chats
 
@@ -92,13 +109,13 @@ class Block:
         return np.searchsorted(np.flatnonzero(self.texts.stored), self.texts.starts)
 
 
-def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
+def row_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[RowBlock]:
     """Batches of these rows, (B, D), as blocks, of whole windows if the store keeps them."""
     meta = rows.store.meta
     numbers = rows.numbers(batch_rows)
     if not meta.windows:
         for x, numbers_of_batch in zip(batches, numbers, strict=True):
-            yield Block(x, numbers_of_batch)
+            yield RowBlock(x, numbers_of_batch)
         return
     names = ["document", "position", *(["role"] if "role" in meta.columns else [])]
     columns = [rows.column(name, batch_rows) for name in names]
@@ -117,13 +134,13 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
         end = in_pending - sum(int(stored.sum()) for _, stored in goes_on)
         if whole:
             roles = table[3, :end] if len(table) > 3 else None
-            yield Block(x[:end], table[0, :end], Texts.of(whole), table[1:3, :end], roles)
+            yield RowBlock(x[:end], table[0, :end], WindowTokens.of(whole), table[1:3, :end], roles)
         x, table, pending, in_pending = x[end:], table[:, end:], goes_on, in_pending - end
 
 
 def bin_edges() -> np.ndarray:
-    """The edges of the bins, (BINS + 1,), in ratios of `2^(1/4)`: equally spaced on a logarithmic axis."""
-    return 2.0 ** (LOWEST + np.arange(BINS + 1) / OCTAVE)
+    """The edges of the bins, (SIZE_BINS + 1,), in ratios of `2^(1/4)`: equally spaced on a logarithmic axis."""
+    return 2.0 ** (LOWEST + np.arange(SIZE_BINS + 1) / OCTAVE)
 
 
 class Magnitudes:
@@ -134,7 +151,7 @@ class Magnitudes:
 
     def __init__(self, d_sae: int, device: torch.device | str = "cpu") -> None:
         # Each latent's first counts its zeros.
-        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(d_sae * (SIZE_BINS + 1), dtype=torch.int64, device=device)
         self._sums = torch.zeros(d_sae, dtype=torch.float64, device=device)
         self._largest = torch.zeros(d_sae, device=device)
 
@@ -159,14 +176,14 @@ class Magnitudes:
         # Overflows or underflows only far outside the bins.
         fourth = values.float().square().square_()
         bins = (fourth.view(torch.int32) >> EXPONENT_AT).sub_(BIAS + OCTAVE * LOWEST)
-        bins = bins.clamp_(0, BINS - 1).add_(1).mul_(values != 0)
-        places = latents * (BINS + 1) + bins
+        bins = bins.clamp_(0, SIZE_BINS - 1).add_(1).mul_(values != 0)
+        places = latents * (SIZE_BINS + 1) + bins
         self._counts.scatter_add_(0, places.flatten(), torch.ones_like(places).flatten())
 
     @property
     def histograms(self) -> np.ndarray:
-        """Number of codes in each bin, per latent, (F, BINS), int64; see `bin_edges`."""
-        return self._counts.view(-1, BINS + 1)[:, 1:].cpu().numpy()
+        """Number of codes in each bin, per latent, (F, SIZE_BINS), int64; see `bin_edges`."""
+        return self._counts.view(-1, SIZE_BINS + 1)[:, 1:].cpu().numpy()
 
     @property
     def means(self) -> np.ndarray:
@@ -183,7 +200,7 @@ class CoFiring:
     """Which of evenly spaced rows each latent fires on, one bit each: at most 4 KB per latent."""
 
     def __init__(self, d_sae: int, rows: int) -> None:
-        self._d_sae, self._stride = d_sae, max(1, math.ceil(rows / SAMPLED_ROWS))
+        self._d_sae, self._stride = d_sae, max(1, math.ceil(rows / COFIRING_ROWS))
         self._seen = 0
         self._bits: list[np.ndarray] = []
 
@@ -204,7 +221,7 @@ class CoFiring:
             phi = (p_ij - p_i p_j) / sqrt(p_i (1 - p_i) p_j (1 - p_j))
 
         where p_i is the fraction of the sampled rows on which latent i fires, and p_ij the fraction on which both do.
-        Pairs with a phi of 0 or less, or together on fewer than `LEAST` rows, are left out.
+        Pairs with a phi of 0 or less, or together on fewer than `LEAST_TOGETHER` rows, are left out.
 
         Cost: `2 S C F` operations; if few codes are not zero, one for each pair of them in a row, and n for each block.
         """
@@ -218,7 +235,7 @@ class CoFiring:
             p, both = firings / len(bits), together.T / len(bits)
             spread = (p * (1 - p)).sqrt()
             phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(tiny)
-            phi[both < LEAST / len(bits) * (1 - 1e-6)] = 0
+            phi[both < LEAST_TOGETHER / len(bits) * (1 - 1e-6)] = 0
             phi.scatter_(1, part[:, None], -torch.inf)
             parts.append(phi.topk(count, dim=1))
             done += len(part)
@@ -296,7 +313,7 @@ class Examples:
 
     Args:
         count: N.
-        tokens: whether the rows have tokens, which take `8 TOKENS C N` bytes.
+        tokens: whether the rows have tokens, which take `8 T C N` bytes.
         ranking: `by_size` or `at_random`; a code of rank 0 is no example.
     """
 
@@ -312,21 +329,21 @@ class Examples:
         # Of the chosen latents' codes.
         self._columns = slice(None) if len(latents) == d_sae else torch.from_numpy(self._latents)
         shape = (len(latents), count)
-        excerpt = (*shape, TOKENS if tokens else 1)
+        excerpt = (*shape, EXCERPT.length if tokens else 1)
         needed = math.prod(excerpt) * 8 + math.prod(shape) * 40
         if needed > (free := available_memory()):
             raise MachineError(
                 f"the examples of {counted(len(latents), 'latent')} do not fit: expected {size_words(needed)} of "
                 f"free memory, got {size_words(free)}; ask for fewer latents, or fewer examples of each"
             )
-        self._kept: dict[str, np.ndarray] = {  # of each latent, by descending rank
+        self._table: dict[str, np.ndarray] = {  # of each latent, by descending rank
             "rank": np.zeros(shape, np.float32),  # 0 where there is no example
             "mark": np.zeros(shape, np.uint64),  # a hash of the excerpt
             "number": np.zeros(shape, np.int64),
             "code": np.zeros(excerpt, np.float32),
         }
         if tokens:
-            self._kept |= {
+            self._table |= {
                 "document": np.zeros(shape, np.int64),
                 "position": np.zeros(shape, np.int32),
                 "peak": np.zeros(shape, np.int16),
@@ -344,21 +361,21 @@ class Examples:
             `NOT_STORED`.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
-        return {name: kept[indices] for name, kept in self._kept.items() if name != "mark"}
+        return {name: column[indices] for name, column in self._table.items() if name != "mark"}
 
     @torch.no_grad()
-    def update(self, z: Tensor, block: Block) -> None:
+    def update(self, z: Tensor, block: RowBlock) -> None:
         """Take in the codes of a block, (B, F)."""
-        if block.roles is not None and "role" not in self._kept:
-            self._kept["role"] = np.zeros(self._kept["token"].shape, np.uint8)
+        if block.roles is not None and "role" not in self._table:
+            self._table["role"] = np.zeros(self._table["token"].shape, np.uint8)
         z = z[:, self._columns]
         windows = len(block.starts) - 1
-        for first in range(0, windows, WINDOWS):
-            peaks = self._peaks(z, block, first, min(first + WINDOWS, windows))
+        for first in range(0, windows, MERGED_WINDOWS):
+            peaks = self._peaks(z, block, first, min(first + MERGED_WINDOWS, windows))
             if len(peaks.rows):
                 self._merge(peaks.latents, {"rank": peaks.ranks, **_read(z, block, peaks)})
 
-    def _peaks(self, z: Tensor, block: Block, first: int, last: int) -> _Peaks:
+    def _peaks(self, z: Tensor, block: RowBlock, first: int, last: int) -> _Peaks:
         """The peaks in these windows that rank above their latent's last example: few, after the first windows."""
         starts = block.starts[first : last + 1]
 
@@ -371,7 +388,7 @@ class Examples:
         else:  # window by window, which stay in the cache
             bounds = pairwise(starts.tolist())
             highest = torch.stack([ranked(begin, end).amax(0) for begin, end in bounds])
-        least = torch.from_numpy(self._kept["rank"][:, -1].copy()).to(highest)
+        least = torch.from_numpy(self._table["rank"][:, -1].copy()).to(highest)
         windows, latents = np.nonzero((highest > least).cpu().numpy())
         ranks = highest[windows, latents].float().cpu().numpy()
         rows = np.empty(len(windows), np.int64)
@@ -384,12 +401,12 @@ class Examples:
 
     def _merge(self, latents: np.ndarray, peaks: dict[str, np.ndarray]) -> None:
         """Merge peaks, (n,), into the examples of their latents, (n,)."""
-        count = self._kept["rank"].shape[1]
+        count = self._table["rank"].shape[1]
         touched, owners = np.unique(latents, return_inverse=True)
         owners = np.concatenate([np.arange(len(touched)).repeat(count), owners])
         both = {
-            name: np.concatenate([kept[touched].reshape(-1, *kept.shape[2:]), peaks[name]])
-            for name, kept in self._kept.items()
+            name: np.concatenate([column[touched].reshape(-1, *column.shape[2:]), peaks[name]])
+            for name, column in self._table.items()
         }
         order = np.lexsort((-both["rank"], owners))
         order = order[both["rank"][order] > 0]
@@ -398,13 +415,13 @@ class Examples:
         order = order[np.sort(first_of_each)]
         places = np.arange(len(order)) - np.searchsorted(owners[order], owners[order])
         order, places = order[places < count], places[places < count]
-        for name, kept in self._kept.items():
-            merged = np.zeros((len(touched), *kept.shape[1:]), kept.dtype)
+        for name, column in self._table.items():
+            merged = np.zeros((len(touched), *column.shape[1:]), column.dtype)
             merged[owners[order], places] = both[name][order]
-            kept[touched] = merged
+            column[touched] = merged
 
 
-def _read(z: Tensor, block: Block, peaks: _Peaks) -> dict[str, np.ndarray]:
+def _read(z: Tensor, block: RowBlock, peaks: _Peaks) -> dict[str, np.ndarray]:
     """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, T) each."""
     numbers = block.numbers[peaks.rows]
     if block.texts is None:
@@ -413,12 +430,10 @@ def _read(z: Tensor, block: Block, peaks: _Peaks) -> dict[str, np.ndarray]:
     assert block.columns is not None
     texts = block.texts
     peak_tokens = np.flatnonzero(texts.stored)[peaks.rows]
-    window_ends = texts.starts[peaks.windows + 1]
-    # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.
-    begins = np.minimum(peak_tokens - BEFORE, window_ends - TOKENS)
-    begins = np.maximum(texts.starts[peaks.windows], begins)
-    at = begins[:, None] + np.arange(TOKENS)
-    inside = at < window_ends[:, None]
+    window_starts, window_ends = texts.starts[peaks.windows], texts.starts[peaks.windows + 1]
+    begins, ends = EXCERPT.bounds(peak_tokens, window_starts, window_ends)
+    at = begins[:, None] + np.arange(EXCERPT.length)
+    inside = at < ends[:, None]
     at = np.where(inside, at, begins[:, None])
     stored = texts.stored[at] & inside
     rows = np.maximum(np.cumsum(texts.stored) - 1, 0)[at]
@@ -443,7 +458,7 @@ def _codes(z: Tensor, rows: np.ndarray, latents: np.ndarray) -> np.ndarray:
     return z[torch.from_numpy(rows).to(z.device), of_latents].float().cpu().numpy()
 
 
-class Survey:
+class LatentSurvey:
     """The results of one pass over rows: `examples` of the chosen latents' largest codes, and `samples` at random.
 
     Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
@@ -459,11 +474,11 @@ class Survey:
 
 
 @torch.no_grad()
-def survey(
-    sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, samples: Examples
-) -> Survey:
+def survey_latents(
+    sae: SAE, blocks: Iterable[RowBlock], rows: int, examples: Examples, samples: Examples
+) -> LatentSurvey:
     """Encode rows once, and measure all latents on them; `examples` and `samples` are filled."""
-    result = Survey(sae, rows, examples, samples)
+    result = LatentSurvey(sae, rows, examples, samples)
     for block in blocks:
         codes = sae.codes(block.x)
         result.firing.update(codes)

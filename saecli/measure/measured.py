@@ -1,6 +1,6 @@
 """An SAE with the rows that it is measured on.
 
-Shapes: N rows, B rows of a batch, D = d_in, E the width of targets, 0 without, F = d_sae, G features.
+Shapes: N rows, B rows of a batch, D = d_in, E the width of targets, 0 without, F = d_sae.
 """
 
 import shlex
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..base.console import Listener, Mute
 from ..base.devices import batches_on, device_named
@@ -31,6 +30,7 @@ from ..store.split import Split, Which
 from ..store.values import OUTLYING
 from ..store.worlds import directions_of
 from ..train.rows import ArrayLike, ArrayRows
+from .cosines import Alignment
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -41,45 +41,6 @@ RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequ
 
 # Per batch: at most 64 MB of codes; smaller batches are faster.
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024
-LEAST_NORM = 1e-8  # a vector no longer than this has cosines of 0, or nearly so
-
-
-@dataclass(frozen=True, eq=False)
-class Alignment:
-    """Cosines, (F, G), between decoder vectors and the directions of features; float32, on the CPU.
-
-    Measures as in `sae_lens.synthetic.evals`, SAELens 6.54.
-    """
-
-    cosines: Tensor
-
-    @classmethod
-    def of(cls, W_dec: Tensor, directions: Tensor) -> "Alignment":
-        """The alignment of a decoder, (F, D), with directions, (G, D)."""
-        ours, theirs = (
-            functional.normalize(rows.to(W_dec.device).float(), eps=LEAST_NORM)
-            for rows in (W_dec, directions)
-        )
-        return cls((ours @ theirs.T).cpu())
-
-    @cached_property
-    def nearest(self) -> Tensor:
-        """The feature that each latent is taken to detect, by the largest |cosine|, (F,), int64."""
-        return self.cosines.abs().argmax(1)
-
-    def mcc(self) -> float:
-        """Mean |cosine| under the best one-to-one matching of latents and features, in [0, 1].
-
-        Cost: the Hungarian algorithm, cubic in the smaller number at worst; some seconds at 4,096.
-        """
-        from scipy.optimize import linear_sum_assignment  # takes a fifth of a second to import
-
-        sizes = self.cosines.abs().numpy()
-        return float(sizes[linear_sum_assignment(sizes, maximize=True)].mean(dtype=np.float64))
-
-    def uniqueness(self) -> float:
-        """Number of features that are the nearest of some latent, over the number of latents, in (0, 1]."""
-        return len(self.nearest.unique()) / len(self.nearest)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ Shapes: n tokens, V values of a kind, F = d_sae.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import pandas
@@ -25,11 +25,11 @@ from scipy.sparse import csc_array, csr_array
 
 from ..base.words import numbers_in_words, printable
 from ..model.tokenizer import TokenTexts
-from .excerpts import SEED, Corpus, Spans
+from .excerpts import Corpus, Spans
+from .labels import balanced_accuracy
 
-OfLatent = TypeVar("OfLatent")
 LEAST_GAIN = 0.015
-CLASSES = {  # the first that fits
+WORD_CLASSES = {  # the first that fits
     "digits": r"\d+",
     "words in capitals": r"[A-Z]{2,}",
     "capitalised words": r"[A-Z]\w*",
@@ -38,23 +38,23 @@ CLASSES = {  # the first that fits
 }
 
 
-class Tokens:
+class CorpusTokens:
     """What the tokens of a corpus are, (n,) texts each, empty for nothing."""
 
     def __init__(self, corpus: Corpus, texts: TokenTexts) -> None:
         self.corpus = corpus
         ids, self._which = np.unique(corpus.tokens, return_inverse=True)
         self._texts = [texts[token] for token in ids.tolist()]
-        self.own = self.each(_quoted)
+        self.quoted = self.map(_quoted)
 
-    def each(self, function: Callable[[str], str]) -> np.ndarray:
+    def map(self, function: Callable[[str], str]) -> np.ndarray:
         """A function of each token's text."""
         return np.array([function(text) for text in self._texts], object)[self._which]
 
     def before(self, step: int = 1) -> np.ndarray:
         """The token `step` tokens before each in its window; negative: after it."""
         windows = self.corpus.windows
-        return np.where(np.roll(windows, step) == windows, np.roll(self.own, step), "")
+        return np.where(np.roll(windows, step) == windows, np.roll(self.quoted, step), "")
 
     def having(self, values: np.ndarray) -> tuple[csr_array, np.ndarray]:
         """Which rows have which values, (n, V), and the values' names."""
@@ -72,10 +72,10 @@ def _quoted(text: str) -> str:
 
 def _class(text: str) -> str:
     word = text.strip(" ")
-    return next((name for name, form in CLASSES.items() if re.fullmatch(form, word)), "")
+    return next((name for name, form in WORD_CLASSES.items() if re.fullmatch(form, word)), "")
 
 
-def _shared(part: slice, spaces: str = "") -> Callable[[Tokens], np.ndarray]:
+def _shared(part: slice, spaces: str = "") -> Callable[[CorpusTokens], np.ndarray]:
     """A part of words that begin with these spaces, and have two letters more."""
 
     def of(text: str) -> str:
@@ -84,27 +84,27 @@ def _shared(part: slice, spaces: str = "") -> Callable[[Tokens], np.ndarray]:
         has = text.startswith(spaces) and word.isalpha() and len(word) > len(shared) + 1
         return f"`{shared}`" if has else ""
 
-    return lambda tokens: tokens.each(of)
+    return lambda tokens: tokens.map(of)
 
 
-class Kind(NamedTuple):
+class RuleKind(NamedTuple):
     words: str  # the label, with the values in it
-    values: Callable[[Tokens], np.ndarray]  # of each token, (n,)
+    values: Callable[[CorpusTokens], np.ndarray]  # of each token, (n,)
     most: int = 5  # values of a rule
     cost: float = 0.0  # in balanced accuracy
 
 
-KINDS = (
-    Kind("{}", lambda tokens: tokens.own),
-    Kind(
-        "{} in any case", lambda tokens: tokens.each(lambda text: _quoted(text).casefold()), 5, 0.02
+RULE_KINDS = (
+    RuleKind("{}", lambda tokens: tokens.quoted),
+    RuleKind(
+        "{} in any case", lambda tokens: tokens.map(lambda text: _quoted(text).casefold()), 5, 0.02
     ),
-    *(Kind("words that end in {}", _shared(slice(-n, None)), 1, 0.02) for n in (4, 3, 2)),
-    *(Kind("words that begin with {}", _shared(slice(n), " "), 1, 0.02) for n in (4, 3)),
-    Kind("{}", lambda tokens: tokens.each(_class), 2),
-    Kind("after {}", lambda tokens: tokens.before(), 4, 0.01),
-    Kind("before {}", lambda tokens: tokens.before(-1), 4, 0.015),
-    Kind("position {}", lambda tokens: tokens.corpus.positions.astype(str).astype(object), 5),
+    *(RuleKind("words that end in {}", _shared(slice(-n, None)), 1, 0.02) for n in (4, 3, 2)),
+    *(RuleKind("words that begin with {}", _shared(slice(n), " "), 1, 0.02) for n in (4, 3)),
+    RuleKind("{}", lambda tokens: tokens.map(_class), 2),
+    RuleKind("after {}", lambda tokens: tokens.before(), 4, 0.01),
+    RuleKind("before {}", lambda tokens: tokens.before(-1), 4, 0.015),
+    RuleKind("position {}", lambda tokens: tokens.corpus.positions.astype(str).astype(object), 5),
 )
 
 
@@ -130,7 +130,7 @@ class Rule:
         return matched[tokens]
 
 
-def choose_rules(tokens: Tokens) -> list[Rule | None]:
+def choose_rules(tokens: CorpusTokens) -> list[Rule | None]:
     """The rule of each latent, None where none is better than chance on the training tokens."""
     corpus = tokens.corpus
     fires = csr_array(corpus.codes.T)[:, : corpus.trained]  # (F, n)
@@ -141,7 +141,7 @@ def choose_rules(tokens: Tokens) -> list[Rule | None]:
     # What each latent's rule adds to a balanced accuracy of 1/2, less its kind's cost; the first of equals is taken.
     best = np.zeros(len(firings))
     rules: list[Rule | None] = [None] * len(firings)
-    for kind in KINDS:
+    for kind in RULE_KINDS:
         # The firings of each latent on tokens that have each value, (F, V): their number, their weight.
         having, names = tokens.having(kind.values(tokens))
         trained = having[: corpus.trained]
@@ -198,18 +198,3 @@ def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, fl
         "texts": balanced_accuracy(found, wanted),
         "tokens": balanced_accuracy(matched[rows], fires[rows]),
     }
-
-
-def balanced_accuracy(said: np.ndarray, true: np.ndarray) -> float | None:
-    """The mean of the fractions of true and of false ones that are said to be so; None without one of them."""
-    if true.all() or not true.any():
-        return None
-    return float(said[true].mean() + (~said[~true]).mean()) / 2
-
-
-def shuffled(values: Mapping[int, OfLatent], seed: int = SEED) -> dict[int, OfLatent]:
-    """Each latent with another one's value, such as its label: the floor of scores; empty for fewer than two."""
-    latents = np.random.default_rng(seed).permutation(list(values)).tolist()
-    others = np.roll(latents, 1).tolist()
-    pairs = zip(latents, others, strict=True)
-    return {latent: values[other] for latent, other in pairs if latent != other}

@@ -1,9 +1,9 @@
-"""Latents by the cosines of decoder vectors: matched one to one between seeds, and nearest within an SAE.
+"""Stability: latents matched one to one between SAEs that differ in seed.
 
-Shapes: R runs, C chosen latents, D = d_in, F = latents of the first SAE of a pair, G = of the second, M = min(F, G).
+Shapes: R runs, F = latents of the first SAE of a pair, G = of the second, M = min(F, G).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..base.console import Listener, listening
@@ -23,13 +22,12 @@ from ..sae.library import SAELike, Subject
 from ..sae.metrics import firing
 from ..store.reader import in_words
 from ..store.split import Which
+from .cosines import best_pairs
 from .measured import ChosenRows, Measured, RowsLike
 
 MATCH_THRESHOLD = 0.7  # of Paulo and Belrose
-MEASURES = ("pw_mcc", "matched_fraction")
-BLOCK_COSINES = 1 << 24  # of neighbours, per product: 64 MB in float32
+STABILITY_MEASURES = ("pw_mcc", "matched_fraction")
 ALIKE = 0.2  # relative difference of scales up to which two runs share a metric
-BLOCK_ROWS = 1024  # rows of the matrix of cosines that are converted to float64 together
 
 
 def stability(
@@ -67,7 +65,7 @@ def stability(
             counterparts, None without one, `match_fraction`, the fraction of the other SAEs in which it is matched, and
             `frequency`, the fraction of rows that it fires on.
 
-    Cost: R (R - 1) / 2 assignments, see `matching`, and a pass over the rows for each SAE.
+    Cost: R (R - 1) / 2 assignments, see `best_pairs`, and a pass over the rows for each SAE.
 
     Sources: Song et al., "Position: Mechanistic Interpretability Should Prioritize Feature Consistency in SAEs",
     arXiv:2505.20254 (PW-MCC); Paulo and Belrose, "Sparse Autoencoders Trained on the Same Data Learn Different
@@ -186,7 +184,7 @@ def _measures(cosine: NDArray[np.float64], threshold: float) -> dict[str, Any]:
 def _means(pairs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """The mean of each measure over the pairs that have it."""
     means: dict[str, float | None] = {}
-    for name in MEASURES:
+    for name in STABILITY_MEASURES:
         values = [pair[name] for pair in pairs if pair[name] is not None]
         means[name] = float(np.mean(values)) if values else None
     return means
@@ -202,64 +200,16 @@ class Matching:
 
 @torch.no_grad()
 def matching(first: Dictionary, second: Dictionary) -> Matching:
-    """Match the latents of two SAEs of one d_in, on one device, to maximise the sum of decoder vectors' `|cosine|`; see
-    `stability`. The cosine with a vector of length 0 is 0. The assignment is exact; cosines are products in float32.
-
-    Cost: F G D multiplications for the cosines, and at worst M^2 max(F, G) steps for the assignment (of Jonker and
-    Volgenant's kind, which the field calls Hungarian), on one core whatever the device; 8 F G bytes. Measured on one
-    busy core, with the largest memory beyond the SAEs':
-
-        latents    d_in    half of the vectors random    all of them random    memory
-        4,096      768     2.2 s                         2.1 s                 0.4 GB
-        16,384     768     39 s                          44 to 62 s            2.5 GB
-
-    Source: Crouse, "On implementing 2D rectangular assignment algorithms" (2016), as in scipy.
-    """
-    from scipy.optimize import linear_sum_assignment  # takes a fifth of a second to import
-
-    swapped = first.d_sae > second.d_sae  # scipy copies a matrix that is higher than wide
+    """Match the latents of two SAEs of one d_in, on one device, by `best_pairs` of decoder vectors; see `stability`."""
     metric = first.normalisation.to(torch.float64)
     other = second.normalisation.target_scale.double()
     if not torch.allclose(metric.target_scale, other, rtol=ALIKE):
         metric = replace(metric, scale=torch.ones_like(metric.scale))
     decoders = [sae.decoder() / metric.target_scale for sae in (first, second)]
-    narrow, wide = (normalize(W_dec.double()).float() for W_dec in sorted(decoders, key=len))
-    # Negated and in float64: scipy would make copies of anything else.
-    cost = np.empty((len(narrow), len(wide)))
-    for start in range(0, len(narrow), BLOCK_ROWS):
-        cosines = narrow[start : start + BLOCK_ROWS] @ wide.T
-        cost[start : start + BLOCK_ROWS] = cosines.abs_().neg_().cpu().numpy()
-    of_narrow, of_wide = linear_sum_assignment(cost)
-    latents = np.stack([of_wide, of_narrow] if swapped else [of_narrow, of_wide])
-    latents = latents[:, np.argsort(latents[0])]
+    latents = best_pairs(*decoders)
     w, v = (
         normalize(W_dec[torch.from_numpy(chosen).to(W_dec.device)].double())
         for W_dec, chosen in zip(decoders, latents, strict=True)
     )
     cosine = (w * v).sum(1).abs().clamp(max=1).cpu().numpy()
-    return Matching(latents[0], latents[1], cosine, metric.metric)
-
-
-@torch.no_grad()
-def neighbours(
-    sae: SAE, chosen: Tensor, count: int, show: Callable[[int], None]
-) -> tuple[Tensor, Tensor]:
-    """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors in the metric of training.
-
-    Returns:
-        The cosines, (C, count), descending, 0 for a vector of zeros, and the neighbours, (C, count), int64; on the CPU;
-        count is at most F - 1.
-
-    Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
-    """
-    directions = normalize(sae.W_dec / sae.normalisation.target_scale)
-    parts = []
-    done = 0
-    for part in chosen.to(directions.device).split(max(1, BLOCK_COSINES // len(directions))):
-        cosines = directions[part] @ directions.T
-        cosines.scatter_(1, part[:, None], -torch.inf)
-        parts.append(cosines.topk(min(count, len(directions) - 1), dim=1))
-        done += len(part)
-        show(done)
-    values, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
-    return values, latents
+    return Matching(*latents, cosine, metric.metric)

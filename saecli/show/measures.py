@@ -11,7 +11,7 @@ from ..base.words import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import TOGETHER
 from ..measure.hook_points import EXCLUSIVE
-from ..measure.stability import MEASURES as STABILITY
+from ..measure.stability import STABILITY_MEASURES
 from ..sae.metrics import DENSE_FREQUENCY
 from ..store.origin import point_words
 from .tables import METRICS, Document, records_table, spelt, table
@@ -204,11 +204,11 @@ def stability_table(document: Document) -> RenderableType:
     """The pairs of `saecli.stability`; measures of latents that fire are columns of their own if some are silent."""
     lines = [pair | {"runs": ", ".join(pair["runs"])} for pair in document["pairs"]]
     lines.append({**document, "runs": "all pairs", "metric": None, "latents": None})
-    columns = ["runs", "metric", "latents", *STABILITY]
+    columns = ["runs", "metric", "latents", *STABILITY_MEASURES]
     if any(run["silent"] for run in document["runs"]):
         for line in lines:
-            line.update({f"{name}, firing": line["firing"][name] for name in STABILITY})
-        columns += [f"{name}, firing" for name in STABILITY]
+            line.update({f"{name}, firing": line["firing"][name] for name in STABILITY_MEASURES})
+        columns += [f"{name}, firing" for name in STABILITY_MEASURES]
     title = f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}"
     return records_table(title, lines, columns)
 

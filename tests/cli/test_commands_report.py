@@ -12,7 +12,7 @@ from model_hub import ModelHub
 from reports import (
     NASTY,
     WORDS,
-    Texts,
+    WindowTokens,
     index_of,
     make_text_run,
     make_text_store,
@@ -21,7 +21,7 @@ from reports import (
 )
 
 import saecli
-from saecli.measure.latents import LEAST, bin_edges
+from saecli.measure.latents import LEAST_TOGETHER, bin_edges
 from saecli.model.names import TINY_GEMMA2
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
@@ -40,11 +40,13 @@ def for_latents(*latents: int) -> list[str]:
     return [word for latent in latents for word in ("--latent", str(latent))]
 
 
-def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
+def codes_of(texts: WindowTokens, sae: SAE) -> np.ndarray:
     return sae.copy_to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
 
 
-def assert_shows(example: dict, texts: Texts, codes: np.ndarray, latent: int, scale: float) -> None:
+def assert_shows(
+    example: dict, texts: WindowTokens, codes: np.ndarray, latent: int, scale: float
+) -> None:
     """An example has the tokens and codes of its document, the latter to half a step of `scale`."""
     rows = slice(30 * example["document"], 30 * example["document"] + 30)
     assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
@@ -92,7 +94,7 @@ def test_pages_show_strongest_and_random_texts_and_partners(
     # Random texts, and what fires together.
     with np.errstate(invalid="ignore"):
         phi = np.nan_to_num(np.corrcoef((codes != 0).T.astype(float)))
-    phi[(codes != 0).T.astype(int) @ (codes != 0) < LEAST] = 0
+    phi[(codes != 0).T.astype(int) @ (codes != 0) < LEAST_TOGETHER] = 0
     np.fill_diagonal(phi, 0)
     chosen = set()
     for latent, page in pages.items():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
+from saecli.measure.cosines import Alignment
 from saecli.measure.evaluate import FeatureScores
-from saecli.measure.measured import Alignment
 from saecli.sae.codes import Codes, SparseCodes, located
 
 

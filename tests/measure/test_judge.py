@@ -27,7 +27,7 @@ from saecli.base.network import why_silent
 from saecli.measure.endpoint import Endpoint, Server
 from saecli.measure.excerpts import Excerpt, LatentExcerpts
 from saecli.measure.judge import (
-    KINDS,
+    JUDGED_LABELS,
     Question,
     detection,
     fuzzing,
@@ -35,9 +35,9 @@ from saecli.measure.judge import (
     label_of,
     label_prompt,
     scored,
-    shuffled,
     verdicts_of,
 )
+from saecli.measure.labels import derange
 from saecli.model.names import BUNDLED, TINY_GEMMA2
 
 ANIMALS = ("cat", "dog", "fish", "bird")
@@ -86,7 +86,7 @@ def judged_by(
     answer: Callable[[Sequence[str]], str], rules: dict[int, str]
 ) -> dict[str, dict[int, Any]]:
     """What a judge makes of the animals, by kind of label and latent."""
-    judged: dict[str, dict[int, Any]] = {kind: {} for kind in KINDS}
+    judged: dict[str, dict[int, Any]] = {kind: {} for kind in JUDGED_LABELS}
     for line in judge(of_animals(), rules, lambda chats: [answer(chat) for chat in chats]):
         judged[line["labels"]][line["latent"]] = line
     return judged
@@ -223,7 +223,7 @@ def test_verdicts_are_read_from_answers_or_count_as_none(answer: str, verdicts: 
 
 @given(st.dictionaries(st.integers(0, 99), st.uuids().map(str)), st.integers(0, 9))
 def test_no_label_stays_where_it_was(labels: dict[int, str], seed: int):
-    moved = shuffled(labels, seed)
+    moved = derange(labels, seed)
     assert sorted(moved.values()) == (sorted(labels.values()) if len(labels) > 1 else [])
     assert all(moved[latent] != label for latent, label in labels.items() if latent in moved)
 
@@ -278,7 +278,7 @@ def test_labels_of_a_model_stand_beside_rules_and_the_floor(sae: CommandLine, ju
         # This judge does not heed the label: all have the same scores.
         assert judged[latent, "model, shuffled"]["label"] != model["label"]
         assert judged[latent, "model, shuffled"]["scores"] == model["scores"] == rule["scores"]
-    for line, kind in zip(document["judged_scores"], KINDS, strict=True):
+    for line, kind in zip(document["judged_scores"], JUDGED_LABELS, strict=True):
         found = [judged[latent, kind]["scores"]["detection"] for latent in latents]
         values = [value for value in found if value is not None]
         error = np.std(values, ddof=1) / len(values) ** 0.5
@@ -290,7 +290,7 @@ def test_labels_of_a_model_stand_beside_rules_and_the_floor(sae: CommandLine, ju
     again = sae(COMMAND, judging.url)
     assert judging.asked == []
     assert f"{document['plan']['requests']} requests, {document['plan']['requests']}" in again.err
-    for kind in KINDS:
+    for kind in JUDGED_LABELS:
         assert len(re.findall(rf"│ {kind} +│", again.out.partition("given the label")[2])) == 4 + 1
     for line in document["latents"]:
         told = [(line["model"], "detection", 0.6), (line["rule"], "tokens", 0.55)]

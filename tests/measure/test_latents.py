@@ -10,20 +10,19 @@ from storing import make_store, memory_folder, window_starts
 
 from saecli.base.errors import MachineError
 from saecli.measure import latents as surveyed
+from saecli.measure.cosines import neighbours
 from saecli.measure.latents import (
-    BEFORE,
-    LEAST,
-    TOKENS,
-    Block,
+    EXCERPT,
+    LEAST_TOGETHER,
     CoFiring,
     Examples,
     Magnitudes,
-    Texts,
+    RowBlock,
+    WindowTokens,
     at_random,
     bin_edges,
-    in_blocks,
+    row_blocks,
 )
-from saecli.measure.stability import neighbours
 from saecli.sae.activations import Relu
 from saecli.sae.codes import SparseCodes, where
 from saecli.sae.dictionary import SAE
@@ -71,8 +70,8 @@ class Corpus:
         for begin, end in pairwise(self.starts):
             sizes = np.abs(self.codes[begin:end, latent].astype(np.float64))
             row = begin + int(np.argmax(sizes))
-            first = max(begin, min(row - BEFORE, end - TOKENS))
-            last = min(end, first + TOKENS)
+            first = max(begin, min(row - EXCERPT.before, end - EXCERPT.length))
+            last = min(end, first + EXCERPT.length)
             if sizes.max() > 0:
                 example = {
                     "rank": sizes.max(),
@@ -96,11 +95,11 @@ def filled(
     """Examples that have taken in codes by parts."""
     for part in parts:
         numbers = np.arange(part.start, part.stop)
-        block = Block(torch.empty(len(numbers), 2), numbers)
+        block = RowBlock(torch.empty(len(numbers), 2), numbers)
         if columns is not None:
             documents, positions, token_ids = columns[:, part]
             starts = np.array([0, *window_starts(documents, positions), len(numbers)])
-            texts = Texts(token_ids, starts, np.ones(len(numbers), bool))
+            texts = WindowTokens(token_ids, starts, np.ones(len(numbers), bool))
             block = replace(block, texts=texts, columns=columns[:2, part])
         examples.update(torch.from_numpy(codes[part]), block)
     return examples
@@ -203,7 +202,7 @@ def test_partners_are_the_highest_correlations_of_firing(
     both = fires.T.astype(int) @ fires
     with np.errstate(divide="ignore", invalid="ignore"):
         phi = np.nan_to_num(np.corrcoef(fires.T.astype(float)))
-    phi[both < LEAST] = 0
+    phi[both < LEAST_TOGETHER] = 0
     np.fill_diagonal(phi, 0)
     for place, latent in enumerate(chosen.tolist()):
         order = np.argsort(-phi[latent], kind="stable")[:10]
@@ -225,7 +224,7 @@ def test_examples_that_do_not_fit_in_memory_are_refused(monkeypatch: pytest.Monk
 
 
 def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(surveyed, "SAMPLED_ROWS", 40)
+    monkeypatch.setattr(surveyed, "COFIRING_ROWS", 40)
     rows = 350  # every 9th
     fires = np.random.default_rng(0).random((rows, 12)) < 0.5
     gathered, alone = CoFiring(12, rows), CoFiring(12, 39)
@@ -252,7 +251,7 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
         kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
         blocks = [
             (block.x.clone(), block.numbers, block.columns, block.starts)
-            for block in in_blocks(batches, chosen, batch_rows)
+            for block in row_blocks(batches, chosen, batch_rows)
         ]
     x, numbers, columns, starts = zip(*blocks, strict=True)
     assert (np.concatenate(numbers) == kept).all()

@@ -16,8 +16,9 @@ from saecli.base.console import Silent
 from saecli.base.errors import ConfigError
 from saecli.derive.refit import refit_decoder
 from saecli.geometry.references import measure_references
+from saecli.measure.cosines import neighbours
 from saecli.measure.hook_points import PlaceSums
-from saecli.measure.stability import matching, neighbours
+from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, load, save

@@ -57,7 +57,7 @@ def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int,
 def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(
     blocks: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("saecli.measure.stability.BLOCK_ROWS", blocks)
+    monkeypatch.setattr("saecli.measure.cosines.COST_ROWS", blocks)
     one = sae_of(vectors(10, 0))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
     sign = torch.tensor([1.0, -1.0] * 5).unsqueeze(1)

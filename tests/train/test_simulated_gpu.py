@@ -17,8 +17,8 @@ from storing import make_store
 
 import saecli
 from saecli.base import devices
+from saecli.measure.cosines import Alignment
 from saecli.measure.evaluate import FeatureScores
-from saecli.measure.measured import Alignment
 from saecli.model.source import ModelSource
 from saecli.sae.codes import Codes, SparseCodes
 from saecli.store.joined import Joined

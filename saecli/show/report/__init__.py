@@ -22,7 +22,7 @@ from ...base.words import counted, demand_at_least
 from ...measure.evaluate import evaluate_all, noted, own_models, stored_models
 from ...measure.hook_points import places_document
 from ...measure.labels import shown_labels
-from ...measure.latents import Examples, at_random, chosen_latents, in_blocks, survey
+from ...measure.latents import Examples, at_random, chosen_latents, row_blocks, survey_latents
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...model.choice import ModelLike, model_given, source_of, spec_of, unlike
 from ...sae.library import SAELike
@@ -225,9 +225,9 @@ def report(
     notes: list[str] = []
     given = model_given(model, tokenizer)
     texts, outputs = _texts_and_outputs(run, given, has_tokens, notes)
-    result = survey(
+    result = survey_latents(
         run.sae,
-        in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
+        row_blocks(run.inputs(listener), run.of_store, run.batch_rows),
         run.of_store.rows,
         Examples(chosen, d_sae, examples, has_tokens),
         Examples(chosen, d_sae, SAMPLES, has_tokens, at_random),

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...base.console import Listener
 from ...extract.chats import ROLES
-from ...measure.latents import NOT_STORED, Survey, bin_edges
+from ...measure.cosines import neighbours
+from ...measure.latents import NOT_STORED, LatentSurvey, bin_edges
 from ...measure.measured import Measured
-from ...measure.stability import neighbours
 from ...model.tokenizer import characters
 from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import frequency_edges, l0_bins
@@ -33,7 +33,7 @@ L0_BINS = 40
 
 
 def overview(
-    heading: Document, measures: Document, survey: Survey, notes: Sequence[str]
+    heading: Document, measures: Document, survey: LatentSurvey, notes: Sequence[str]
 ) -> dict[str, Any]:
     """The first page's content, without the columns of its table that `details` fills.
 
@@ -92,7 +92,7 @@ class Details:
     def __init__(
         self,
         run: Measured,
-        survey: Survey,
+        survey: LatentSurvey,
         chosen: Sequence[int],  # (C,), ascending
         texts: "TokenTexts | TokenNumbers",
         outputs: "tuple[Unembedding, slice] | None",  # with the columns of W_dec that it reads
