@@ -5,19 +5,19 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.options import Option
-from ..geometry import Settings
+from ..geometry import GeometryConfig
 from .options import SEVERAL, Data, Json, Plot, Runs, SplitName, configured, start
 
 SLICE = Option(
     "Plane of --plot: the first two principal components, or through three rows, by number in the split from 0.",
     "pca|I,J,K",
-    panel=Settings.panel,
+    panel=GeometryConfig.panel,
     name="slice",
     default="pca",
 )
 
 
-@configured(Settings, more=[SLICE])
+@configured(GeometryConfig, more=[SLICE])
 def command(
     ctx: typer.Context,
     options: Mapping[str, Any],
@@ -45,7 +45,7 @@ def command(
     from ..show.tables import geometries_table, geometry_table
 
     session = start(ctx)
-    settings = Settings.among(options)
+    settings = GeometryConfig.among(options)
     if "slice" in options and plot is None:
         raise ConfigError(
             "--slice does nothing without --plot; leave it out, or name a picture with --plot"

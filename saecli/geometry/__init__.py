@@ -14,7 +14,7 @@ SAMPLE_ROWS = 50_000  # rows kept for the references
 
 
 @dataclass(frozen=True)
-class Settings(Config):
+class GeometryConfig(Config):
     rows: Annotated[Count, Shown("Most rows to measure; of more, a random sample.")] = 100_000
     fit_rows: Annotated[
         Count,

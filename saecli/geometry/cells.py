@@ -24,7 +24,7 @@ and K-th order power diagrams. All float64. Shapes: B rows, D = d_in, F = d_sae,
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -36,7 +36,6 @@ from ..base.errors import ConfigError
 from ..sae.activations import ACTIVATIONS, AbsTopK, Activation, Largest, ReluTopK, Thresholded, TopK
 from ..sae.dictionary import SAE
 
-KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
 # Candidates of the first round of the search for the nearest swap, enough for most rows.
 SEARCH_WIDTH = 4
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
@@ -329,10 +328,44 @@ class ReluTopKCells(Cells):
         return counts
 
 
+def _thresholded(sae: SAE) -> ThresholdedCells:
+    assert isinstance(sae.activation, Thresholded)
+    thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+    return ThresholdedCells(sae, thresholds.double())
+
+
+def _largest(sae: SAE) -> LargestCells:
+    assert isinstance(sae.activation, Largest)
+    return LargestCells(sae, PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), sae.activation)
+
+
+def _largest_magnitudes(sae: SAE) -> LargestCells:
+    assert isinstance(sae.activation, Largest)
+    W, b = sae.W_enc, sae.b_enc
+    both_signs = PowerDiagram.from_encoder(torch.cat([W, -W], 1), torch.cat([b, -b]))
+    return LargestCells(sae, both_signs, sae.activation)
+
+
+def _largest_clipped(sae: SAE) -> ReluTopKCells:
+    assert isinstance(sae.activation, ReluTopK)
+    largest = _largest(sae.changed(TopK(sae.activation.k)))
+    relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
+    return ReluTopKCells(sae, largest, relu)
+
+
+# The cells of a float64 SAE, by its kind of activation.
+CELLS: dict[type[Activation], Callable[[SAE], Cells]] = {
+    Thresholded: _thresholded,
+    TopK: _largest,
+    AbsTopK: _largest_magnitudes,
+    ReluTopK: _largest_clipped,
+}
+
+
 def check_cells(activation: Activation) -> None:
     """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
-    if not isinstance(activation, KNOWN):
-        known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
+    if not isinstance(activation, tuple(CELLS)):
+        known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, tuple(CELLS))]
         raise ConfigError(
             f"the activation {activation.name} has no cells that this tool knows; expected one of "
             f"{', '.join(known)}; train such an SAE to see its geometry"
@@ -342,20 +375,8 @@ def check_cells(activation: Activation) -> None:
 def cells_of(sae: SAE) -> Cells:
     """The partition that an SAE makes of its input space; ConfigError as by `check_cells`."""
     check_cells(sae.activation)
-    sae = sae.copy_to(torch.float64)
-    if isinstance(sae.activation, Thresholded):
-        thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
-        return ThresholdedCells(sae, thresholds.double())
-    W, b = sae.W_enc, sae.b_enc
-    if isinstance(sae.activation, TopK):
-        return LargestCells(sae, PowerDiagram.from_encoder(W, b), sae.activation)
-    if isinstance(sae.activation, AbsTopK):
-        diagram = PowerDiagram.from_encoder(torch.cat([W, -W], 1), torch.cat([b, -b]))
-        return LargestCells(sae, diagram, sae.activation)
-    assert isinstance(sae.activation, ReluTopK)  # the last of `KNOWN`
-    largest = LargestCells(sae, PowerDiagram.from_encoder(W, b), TopK(sae.activation.k))
-    relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
-    return ReluTopKCells(sae, largest, relu)
+    kind = next(kind for kind in CELLS if isinstance(sae.activation, kind))
+    return CELLS[kind](sae.copy_to(torch.float64))
 
 
 def agreement(cells: Cells, batches: Iterable[Tensor]) -> dict[str, Any] | None:

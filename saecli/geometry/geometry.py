@@ -31,7 +31,7 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..store.reader import Rows
 from ..store.split import Which
-from . import SAMPLE_ROWS, Settings
+from . import SAMPLE_ROWS, GeometryConfig
 from .cells import Cells, agreement, cells_of
 from .references import measure_references
 
@@ -101,7 +101,9 @@ class Census:
 
 
 @dataclass(frozen=True)
-class Survey:
+class Visited:
+    """Rows in the cells that they visit."""
+
     census: Census
     margins: NDArray[np.float64]  # (margin, margin / ||x||), (B, 2)
     sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
@@ -127,10 +129,10 @@ def geometry(
     Returns:
         The document that `sae geometry --json` prints for a run. `saecli.draw("geometry", ...)` draws it.
     """
-    demand_known("geometry", options, options_of(Settings), "geometry")
-    settings, listener = Settings(**options), listening(progress)
+    demand_known("geometry", options, options_of(GeometryConfig), "geometry")
+    config, listener = GeometryConfig(**options), listening(progress)
     run = ChosenRows(Home.at(home), data, split, "cpu", listener).with_sae(sae)
-    return measure_geometry(run, settings, listener).document
+    return measure_geometry(run, config, listener).document
 
 
 @dataclass(frozen=True)
@@ -144,56 +146,79 @@ class Geometry:
 
 
 @torch.no_grad()
-def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> Geometry:
+def measure_geometry(run: Measured, config: GeometryConfig, listener: Listener) -> Geometry:
     """Measure an SAE on the CPU; ConfigError where its activation has no cells."""
     cells, split = cells_of(run.sae), run.split or "all"
     run.demand_reconstruction("the geometry")
-    count = min(settings.rows, run.rows.rows)
-    stored = map(torch.from_numpy, _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)))
-    measured = _with_progress(stored, f"measuring {run.subject.name}", count, listener)
-    survey = survey_rows(cells, measured, count)
-    census, sample = survey.census, survey.sample
-    train = _training_rows(run, settings.fit_rows)
+    visited = _visit(run, cells, config.rows, listener)
+    census, sample = visited.census, visited.sample
+    train = _training_rows(run, config.fit_rows)
     distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
-    radius = settings.radius * float(np.median(distances))
-    margins = {split: survey.margins}
+    radius = config.radius * float(np.median(distances))
+    margins = {split: visited.margins}
     complexity = {split: local_complexity(cells, sample, radius)}
     other = {"test": "train", "train": "test"}.get(split)
     if other is not None:
-        rows = spread_out(train, OTHER_ROWS)
-        if other == "test":
-            rows = _in_memory(held_out(run).of_store, OTHER_ROWS)
+        rows = _rows_of_other(run, other, train)
         margins[other] = _margins(cells, rows, f"margins of {other} rows", listener)
         complexity[other] = local_complexity(cells, rows, radius)
     references = measure_references(run.sae, sample, train, round(census.l0), listener)
-    most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
-    compared = torch.from_numpy(spread_out(sample, most))
-    in_parts = _with_progress(compared.split(64), "power diagram", len(compared), listener)
     document = {
         **run.heading,
         "act": run.sae.activation.name,
         **_cell_measures(cells, census),
         "rank": rank_measures(cells, sample),
-        "power_diagram": agreement(cells, in_parts),
-        "margin": margin_measures(survey.margins),
+        "power_diagram": _agreement(cells, sample, listener),
+        "margin": margin_measures(visited.margins),
         "complexity": {
             "radius": radius,
-            "radius_fraction": settings.radius,
+            "radius_fraction": config.radius,
             "boundary": cells.boundary,
             "rows": len(complexity[split]),
             **describe(complexity[split]),
         },
-        "other_split": None,
+        "other_split": _other_split(other, margins, complexity),
         "references": {**references, "held_out": split == "test"},
     }
-    if other is not None:
-        document["other_split"] = {
-            "split": other,
-            "rows": len(margins[other]),
-            "margin": margin_measures(margins[other]),
-            "complexity": describe(complexity[other]),
-        }
     return Geometry(run, census, sample, margins, complexity, document)
+
+
+def _visit(run: Measured, cells: Cells, most: int, listener: Listener) -> Visited:
+    """The rows of a run's split, or `most` of them, in their cells."""
+    count = min(most, run.rows.rows)
+    stored = map(torch.from_numpy, _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)))
+    shown = _with_progress(stored, f"measuring {run.subject.name}", count, listener)
+    return visit_rows(cells, shown, count)
+
+
+def _rows_of_other(run: Measured, other: str, train: NDArray[np.float32]) -> NDArray[np.float32]:
+    if other == "test":
+        return _in_memory(held_out(run).of_store, OTHER_ROWS)
+    return spread_out(train, OTHER_ROWS)
+
+
+def _agreement(
+    cells: Cells, sample: NDArray[np.float32], listener: Listener
+) -> dict[str, Any] | None:
+    """`agreement` on some of the sample, within `AGREEMENT_WORK`."""
+    most = max(16, AGREEMENT_WORK // (2 * cells.sae.d_sae * cells.sae.d_in))
+    rows = torch.from_numpy(spread_out(sample, most))
+    return agreement(cells, _with_progress(rows.split(64), "power diagram", len(rows), listener))
+
+
+def _other_split(
+    other: str | None,
+    margins: dict[str, NDArray[np.float64]],
+    complexity: dict[str, NDArray[np.int64]],
+) -> dict[str, Any] | None:
+    if other is None:
+        return None
+    return {
+        "split": other,
+        "rows": len(margins[other]),
+        "margin": margin_measures(margins[other]),
+        "complexity": describe(complexity[other]),
+    }
 
 
 def _training_rows(run: Measured, most: int) -> NDArray[np.float32]:
@@ -253,7 +278,7 @@ def _sample(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
 
 
 @torch.no_grad()
-def survey_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Survey:
+def visit_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Visited:
     """One pass over a number of rows, in batches of (any number, D)."""
     census = Census()
     margins, sample = [], []
@@ -266,7 +291,7 @@ def survey_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Survey:
         sample.append(x.float().numpy()[sampled[census.rows : census.rows + len(x)]])
         margins.append(margins_of(cells, x, pre))
         census.add(support_keys(supports), int(supports.sum()))
-    return Survey(census, np.concatenate(margins), np.concatenate(sample))
+    return Visited(census, np.concatenate(margins), np.concatenate(sample))
 
 
 def margins_of(cells: Cells, x: Tensor, pre: Tensor) -> NDArray[np.float64]:

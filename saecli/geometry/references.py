@@ -62,10 +62,10 @@ def measure_references(
     fvus, cells = [], []
     # The time grows with the cells.
     with listener.progress("k-means and local PCA", sum(counts), "cells") as show:
-        for count, own_rank in zip(counts, (0, rank), strict=True):
+        for count, directions in zip(counts, (0, rank), strict=True):
             fitted = kmeans(train, count)
             reference = LocalPCA(train, fitted.cluster_centers_, fitted.labels_)
-            fvus.append(fvu(rows, reference.reconstruct(rows, own_rank, fitted.predict(rows))))
+            fvus.append(fvu(rows, reference.reconstruct(rows, directions, fitted.predict(rows))))
             cells.append(len(reference.centres))
             show(sum(cells))
     return {
@@ -187,8 +187,8 @@ def principal_directions(rows: Rows) -> Rows:
         return np.linalg.eigh(rows.T @ rows)[1][:, ::-1][:, :r]
     # A third of the time of a singular value decomposition.
     variances, vectors = (found[..., : -r - 1 : -1] for found in np.linalg.eigh(rows @ rows.T))
-    held = variances > LEAST_VARIANCE * variances[0]
-    return (rows.T @ vectors[:, held]) / np.sqrt(variances[held])
+    spanned = variances > LEAST_VARIANCE * variances[0]
+    return (rows.T @ vectors[:, spanned]) / np.sqrt(variances[spanned])
 
 
 def members(labels: Labels, count: int) -> list[NDArray[np.int64]]:

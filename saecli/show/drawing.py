@@ -11,7 +11,7 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import demand_known, options_of
 from ..base.words import unknown_choice
-from ..geometry import Settings
+from ..geometry import GeometryConfig
 from ..geometry.geometry import measure_geometry
 from ..measure.evaluate import compare_measured, sparsity_document
 from ..measure.measured import ChosenRows, RowsLike
@@ -28,7 +28,7 @@ PICTURES: dict[str, Sequence[str]] = {  # and their options
     "loss": (),
     "frontier": ("target",),
     "sparsity": ("target",),
-    "geometry": (*options_of(Settings), "slice_"),
+    "geometry": (*options_of(GeometryConfig), "slice_"),
     "stability": ("match_threshold",),
     "probe": ("model", "layer", "site", "module", "sets", "rows", "k", "context"),
 }
@@ -72,7 +72,7 @@ def draw(
     if picture == "geometry":
         if len(saes) > 1:
             raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
-        corners, settings = options.pop("slice_", "pca"), Settings(**options)
+        corners, settings = options.pop("slice_", "pca"), GeometryConfig(**options)
         (run,) = ChosenRows(at, data, split, "cpu", listener).with_all(saes)
         marked = rows_of_slice(run.of_store, corners)
         return [draw_geometry(None, measure_geometry(run, settings, listener), marked)]

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from saecli.base.console import Silent, Step
 from saecli.base.home import Home
-from saecli.geometry import Settings
+from saecli.geometry import GeometryConfig
 from saecli.geometry.geometry import measure_geometry
 from saecli.measure.measured import ChosenRows
 from saecli.sae.activations import AbsTopK, BatchTopK, MatchingPursuit, Relu, TopK
@@ -182,7 +182,7 @@ def test_all_long_parts_show_their_progress_up_to_a_known_end(sae: CommandLine):
     make_run(sae.home, "run", random_sae(TopK(3)))
     recording = Recording()
     run = ChosenRows(Home.at(sae.home), None, "test", "cpu", Silent()).with_sae("run")
-    document = measure_geometry(run, Settings(), recording).document
+    document = measure_geometry(run, GeometryConfig(), recording).document
     test, train = document["rows"], document["other_split"]["rows"]
     cells = sum(document["references"][f"{name}_cells"] for name in ("kmeans", "local_pca"))
     assert list(recording.shown) == [

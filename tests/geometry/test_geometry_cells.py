@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saecli.base.errors import ConfigError
 from saecli.geometry import geometry
 from saecli.geometry.cells import Cells, PowerDiagram, agreement, cells_of
-from saecli.geometry.geometry import Census, describe, rank, support_keys, survey_rows
+from saecli.geometry.geometry import Census, describe, rank, support_keys, visit_rows
 from saecli.sae.activations import (
     AbsTopK,
     Activation,
@@ -251,7 +251,7 @@ def test_the_sample_of_a_stream_is_uniform_in_order_and_whole_if_it_fits(
     monkeypatch.setattr(geometry, "SAMPLE_BYTES", 4 * 4 * 700)
     case = case_of(TopK(3), 4, 20, rows)
     x = case.rows.float()
-    result = survey_rows(cells_of(case.sae), x.split(128), rows)
+    result = visit_rows(cells_of(case.sae), x.split(128), rows)
     numbers = [int((x == row).all(1).nonzero()) for row in torch.from_numpy(result.sample)]
     assert len(numbers) == kept and numbers == sorted(set(numbers))
     assert np.median(numbers) == pytest.approx(rows / 2, abs=0.1 * rows)
