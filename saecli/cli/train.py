@@ -308,6 +308,7 @@ def _rows(
 def _rows_of_model(
     session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
 ) -> tuple[Streamed, RowsOf]:
+    from ..extract.plan import Selection
     from ..extract.streaming import open_stream
     from ..train.live import LiveRows
     from ..train.plan import SplitRows
@@ -327,7 +328,7 @@ def _rows_of_model(
     stream, _ = open_stream(
         extraction,
         given=options.keys(),
-        at=(layer, site or "resid_post"),
+        selection=Selection.at(layer, site or "resid_post"),
         device=training.device,
         home=session.home,
         listener=session.console,

@@ -18,19 +18,36 @@ from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
 from ..base.processes import writing_thread
-from ..model.windows import TextWindow, padded
+from ..model.windows import padded
 from ..store.origin import HookPoint
+from ..store.values import TextWindow
 from ..store.writer import StoreWriter
 from .windows import Block, Cursor
 
 if TYPE_CHECKING:
-    from ..model.language_model import LanguageModel, SideBySide
+    from ..model.language_model import LanguageModel
 
 SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
 NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none will
 
 Item = TypeVar("Item")
+Taken = TypeVar("Taken")
 Activations = Mapping[HookPoint, np.ndarray]  # of a block: (R, D) in document order
+
+
+def read_activations(
+    models: "Sequence[LanguageModel]",
+    token_ids: Tensor,
+    mask: Tensor,
+    points: Sequence[HookPoint],
+    take: Callable[[Tensor], Taken],
+) -> list[Taken]:
+    """As `LanguageModel.read`, of models that read the same tokens; a hook point's `model` is a number among them."""
+    taken: dict[HookPoint, Taken] = {}
+    for number, model in enumerate(models):
+        if of_model := [point for point in points if point.model == number]:
+            taken |= zip(of_model, model.read(token_ids, mask, of_model, take), strict=True)
+    return [taken[point] for point in points]
 
 
 class Forward:
@@ -43,24 +60,24 @@ class Forward:
 
     def __init__(
         self,
-        model: "LanguageModel | SideBySide",
+        models: "Sequence[LanguageModel]",
         dtype: str,
         tokens: int,
         note: Callable[[str], None],
     ) -> None:
-        self._model, self._dtype = model, getattr(torch, dtype)
+        self._models, self._dtype = models, getattr(torch, dtype)
+        self._device = models[0].device  # where rows are gathered, also those of others
         self.tokens, self.note = tokens, note
 
     def __call__(
         self,
-        windows: Iterable[tuple[np.ndarray, np.ndarray]],
+        windows: Iterable[TextWindow],
         points: Sequence[HookPoint],
         show: Callable[[int, int], None],
     ) -> Activations:
-        """The activations at the rows of windows, such as those of a block: token ids, and which of them are rows.
-        `show` is called after each batch with its numbers of tokens and rows. Empty without rows."""
-        every = [TextWindow(*window) for window in windows]
-        stored = [window for window in every if window.is_row.any()]
+        """The activations at the rows of windows, such as those of a block; empty without rows. `show` is called after
+        each batch with its numbers of tokens and rows."""
+        stored = [window for window in windows if window.is_row.any()]
         if not stored:
             return {}
         lengths = np.array([window.length for window in stored])
@@ -96,15 +113,14 @@ class Forward:
         return max(1, min(similar, self.tokens // int(lengths[0])))
 
     def _read(self, windows: Sequence[TextWindow], points: Sequence[HookPoint]) -> list[Tensor]:
-        token_ids, mask, kept = padded(windows)
-        positions = moved(kept.flatten().nonzero()[:, 0], self._model.device)
+        token_ids, mask, is_row = padded(windows)
+        positions = moved(is_row.flatten().nonzero()[:, 0], self._device)
 
         def take(activations: Tensor) -> Tensor:
-            own = positions.to(activations.device)
-            rows = activations.flatten(0, 1).index_select(0, own)
-            return rows.to(self._model.device, self._dtype)  # several models may be on several
+            rows = activations.flatten(0, 1).index_select(0, positions.to(activations.device))
+            return rows.to(self._device, self._dtype)
 
-        parts = self._model.read(token_ids, mask, points, take)
+        parts = read_activations(self._models, token_ids, mask, points, take)
         if len(parts) > 1:
             finite = torch.stack([rows.isfinite().all(1) for rows in parts]).all(0)
             for rows in parts:
@@ -114,12 +130,12 @@ class Forward:
     def _halve(self, windows: int, longest: int) -> None:
         if windows == 1:
             raise ModelError(
-                f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}; "
+                f"a window of {longest:,} tokens does not fit in the memory of {self._device}; "
                 f"lower --context, or use --model-dtype bfloat16"
             )
         self.tokens = windows // 2 * longest
         self.note(
-            f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
+            f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._device}; "
             f"going on with {windows // 2}"
         )
         torch.cuda.empty_cache()  # which does nothing without CUDA
@@ -148,7 +164,7 @@ def ahead(items: Generator[Item, None, None], count: int = 1) -> Generator[Item,
         items.close()
 
 
-def demand_some(stored: int, dtype: str, offered: int, ended: bool = False) -> None:
+def check_some_stored(stored: int, dtype: str, offered: int, ended: bool = False) -> None:
     """Raise a StoreError if none of at least `NONFINITE_ROWS` rows, or of a text that has `ended`, could be stored in
     that dtype."""
     if stored or offered < (1 if ended else NONFINITE_ROWS):
@@ -198,7 +214,7 @@ def fill(
                 at, counts = block.cursor.to_json(), block.before
                 own = activations.get(point, nothing)
                 writer.append(own, columns, at, counts, windows, verdicts)
-                demand_some(writer.rows, writer.meta.dtype, block.offered)
+                check_some_stored(writer.rows, writer.meta.dtype, block.offered)
 
     with (
         closing(ahead(blocks_from(first))) as blocks,
@@ -209,7 +225,7 @@ def fill(
             offered = block.offered
             activations: Activations = {}
             if any(needs(point, block) for point in writers):
-                activations = forward(block, points, show)
+                activations = forward(block.windows.each(), points, show)
             under_way.result()
             under_way = pool.submit(store, block, activations)
             if offered >= rows:  # enough, unless some could not be stored
@@ -218,5 +234,5 @@ def fill(
                     break
         under_way.result()
     for writer in writers.values():
-        demand_some(writer.rows, writer.meta.dtype, offered, ended=True)
+        check_some_stored(writer.rows, writer.meta.dtype, offered, ended=True)
         writer.finish()

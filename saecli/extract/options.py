@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from annotated_types import Ge
 
@@ -12,7 +12,7 @@ from ..base.options import Config, Count, Positive, Shown, options_of
 from ..base.words import counted, flag_of
 from ..model.names import TINY_GEMMA2, ModelDtype
 from ..store.options import MAX_NORM_HELP, StoredDtype
-from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, HubDataset, reader_of
+from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, reader_of
 from .texts import Mixture, TextSource
 
 DEFAULT_DATASET = "Salesforce/wikitext"
@@ -22,6 +22,30 @@ DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
 TOKEN_COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
+
+
+class ExtractOptions(TypedDict, total=False):
+    """The keywords of `saecli.extract` that are options of `ExtractConfig`, for editors and type checkers."""
+
+    model_revision: str | None
+    dataset: str | Sequence[str] | None
+    mix: Sequence[float] | None
+    dataset_config: str | Sequence[str] | None
+    dataset_split: str | Sequence[str]
+    dataset_revision: str | Sequence[str] | None
+    text_column: str | Sequence[str]
+    chat_template: str | None
+    control_tokens: Literal["keep", "drop"]
+    rows: int
+    context: int | None
+    packed: bool
+    prepend_bos: Literal["on", "off"]
+    positions: Literal["all", "last", "assistant"]
+    max_norm_multiple: float | None
+    dtype: StoredDtype
+    model_dtype: ModelDtype
+    batch_size: int | Literal["auto"]
+    shard_rows: int | None
 
 
 @dataclass(frozen=True)
@@ -224,6 +248,4 @@ def _may_be_chat(dataset: str) -> bool:
 
 
 def _takes(option: str, dataset: str) -> bool:
-    if option.startswith("dataset_"):
-        return isinstance(reader_of(dataset), HubDataset)
-    return option == "mix" or reader_of(dataset).has_columns
+    return option == "mix" or option in reader_of(dataset).options

@@ -1,7 +1,7 @@
 """Rows of texts: of files by their kind, of Python's docstrings, and of datasets of the Hugging Face hub.
 
 A kind of file is one function, which yields its rows, each after words for its place, or in place of one that cannot be
-read its error, and one line in `TEXT_FORMATS`.
+read its error, and one line in `TEXT_FORMATS`. A kind of source is one `Reader`, which `reader_of` chooses.
 `datasets` reads the hub alone: it takes over a second to open the smallest file, ends at the first bad line, and takes
 "NA" in a CSV file for no text.
 """
@@ -15,13 +15,13 @@ import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ..base.errors import ModelError, one_line
 from ..base.files import expanded, file_sha256
@@ -39,6 +39,10 @@ STDLIB_SKIPPED = frozenset(
 DOCSTRING_MIN_CHARS = 40
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
+# Options of `sae extract` that do something with rows that have columns, and with a dataset of the hub.
+COLUMN_OPTIONS = frozenset({"text_column", "chat_template", "control_tokens"})
+HUB_OPTIONS = frozenset({"dataset_config", "dataset_split", "dataset_revision"})
+
 Placed = Generator[tuple[str, Any], None, None]  # rows after their places; see `Row`
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that row}
 
@@ -52,11 +56,30 @@ class Row(NamedTuple):
     mark: Mark | None = None  # from which to read it again; None for the beginning
 
 
+class Reader(Protocol):
+    """Where rows come from."""
+
+    @property
+    def options(self) -> Set[str]:
+        """Those of `COLUMN_OPTIONS` and `HUB_OPTIONS` that it takes."""
+
+    def identity(self, column: str) -> dict[str, Any]:
+        """What determines the texts in a column of its rows."""
+
+    def commit(self) -> str | None:
+        """The commit at which it reads, if its rows have any."""
+
+    def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
+        """The rows with a column, from a mark on if it sets marks."""
+
+
+class UnreachableError(ModelError):
+    """A dataset cannot be read without the network."""
+
+
 def reader_of(
     dataset: str, config: str | None = None, split: str = "train", revision: str | None = None
-) -> "StdlibDocs | TextFile | HubDataset":
-    """Where rows come from: their `identity` is what determines them, besides the column, and `rows(column, mark)` the
-    rows with that column, from a mark on if the reader sets marks."""
+) -> Reader:
     path = expanded(dataset)
     if dataset == STDLIB_DOCS:
         return StdlibDocs()
@@ -66,10 +89,13 @@ def reader_of(
 
 
 class StdlibDocs:
-    has_columns = False
+    options: Set[str] = frozenset()
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, column: str) -> dict[str, Any]:
         return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
+
+    def commit(self) -> None:
+        return None
 
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
         for number, text in enumerate(stdlib_docstrings()):
@@ -112,8 +138,12 @@ class TextFile:
     dataset: str
 
     @property
-    def has_columns(self) -> bool:
-        return _kind(Path(self.dataset)) not in PLAIN_TEXTS
+    def options(self) -> Set[str]:
+        known = TEXT_FORMATS.get(_kind(Path(self.dataset)))
+        return frozenset() if known is not None and not known.has_columns else COLUMN_OPTIONS
+
+    def commit(self) -> None:
+        return None
 
     @cached_property
     def _path(self) -> Path:
@@ -130,14 +160,16 @@ class TextFile:
     def _sha256(self) -> str:
         return file_sha256(self._path)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, column: str) -> dict[str, Any]:
+        columns = {"column": column} if self.options else {}
         size = self._path.stat().st_size
-        return {"dataset": str(self._path.resolve()), "bytes": size, "sha256": self._sha256}
+        content = {"bytes": size, "sha256": self._sha256}
+        return {"dataset": str(self._path.resolve()), **content, **columns}
 
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
         path = self._path
         try:
-            with closing(TEXT_FORMATS[_kind(path)](path, column)) as rows:
+            with closing(TEXT_FORMATS[_kind(path)].rows(path, column)) as rows:
                 for number, (where, row) in enumerate(rows):
                     yield Row(number, where, row)
         except ModelError:
@@ -255,18 +287,22 @@ def parts_of(column: str, names: Any) -> list[str]:
     return [column] if column in names else column.split("+")
 
 
+class TextFormat(NamedTuple):
+    rows: Callable[[Path, str], Placed]
+    has_columns: bool = True
+
+
 # By the end of the lower-case file name, before that of a compression.
-TEXT_FORMATS: dict[str, Callable[[Path, str], Placed]] = {
-    ".txt": paragraphs,
-    ".md": paragraphs,
-    ".jsonl": json_lines,
-    ".ndjson": json_lines,
-    ".json": json_entries,
-    ".csv": partial(delimited, delimiter=","),
-    ".tsv": partial(delimited, delimiter="\t"),
-    ".parquet": parquet_rows,
+TEXT_FORMATS = {
+    ".txt": TextFormat(paragraphs, has_columns=False),
+    ".md": TextFormat(paragraphs, has_columns=False),
+    ".jsonl": TextFormat(json_lines),
+    ".ndjson": TextFormat(json_lines),
+    ".json": TextFormat(json_entries),
+    ".csv": TextFormat(partial(delimited, delimiter=",")),
+    ".tsv": TextFormat(partial(delimited, delimiter="\t")),
+    ".parquet": TextFormat(parquet_rows),
 }
-PLAIN_TEXTS = (".txt", ".md")  # without columns
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TEXT_FILES = f"{', '.join(TEXT_FORMATS)} file, also with {' or '.join(COMPRESSIONS)}"
 WITHOUT_NETWORK = f"use --dataset {STDLIB_DOCS} or a local {TEXT_FILES}, instead"
@@ -274,19 +310,20 @@ WITHOUT_NETWORK = f"use --dataset {STDLIB_DOCS} or a local {TEXT_FILES}, instead
 
 @dataclass(frozen=True)
 class HubDataset:
-    has_columns: ClassVar[bool] = True
+    options: ClassVar[Set[str]] = COLUMN_OPTIONS | HUB_OPTIONS
 
     dataset: str
     config: str | None
     split: str
     revision: str | None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, column: str) -> dict[str, Any]:
         return {
             "dataset": self.dataset,
             "config": self.config,
             "split": self.split,
             "dataset_revision": self.revision,
+            "column": column,
         }
 
     def commit(self) -> str | None:
@@ -341,7 +378,8 @@ class HubDataset:
             raise self._unread(one_line(error)) from error
 
     def _unread(self, reason: str) -> ModelError:
-        return ModelError(
+        kind = ModelError if why_unreachable() is None else UnreachableError
+        return kind(
             f"the dataset {self.dataset} cannot be read: {reason}; check its id, configuration, split and "
             f"revision, the network, and `hf auth login`, or {WITHOUT_NETWORK}"
         )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Set
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from ..model.names import TINY_GEMMA2
 from ..store.origin import last_layer
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
-from .extraction import Extraction, resolved
-from .filling import ahead, demand_some
+from .extraction import Extraction
+from .filling import ahead, check_some_stored
 from .options import ExtractConfig
+from .plan import Plan, Selection, plan_extraction
 from .readers import STDLIB_DOCS
-from .requests import points_of, store_requests
 
 Blocks = Callable[
     [Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]
@@ -65,66 +66,81 @@ def open_stream(
     config: ExtractConfig,
     *,
     given: Set[str],
-    at: tuple[int | None, str],
+    selection: Selection,
     device: str,
     home: Home,
     listener: Listener,
     whole: bool = False,
 ) -> tuple[Streamed, Extraction]:
-    """Load a model, `whole` or up to the layer, and open a text; `given` names the options that the user set, `at`
-    the layer, None for the middle one, and the site, or a module's name with its side."""
+    """Load a model, `whole` or up to the layer of one hook point, and open a text; `given` names the options that the
+    user set."""
     from ..model.language_model import LanguageModel  # transformers takes seconds to import
 
-    torch_device = device_named(device)
-    config, source, text = resolved(config, given, torch_device, ALONE)
-    text.demand_read()
-    layer, site = at
-    modules = [site] if layer is None and ":" in site else []
-    points = points_of([source], layer, [site], modules)
-    if len(points) > 1:
+    plan = plan_extraction(
+        config, given, [config.model], selection, None, home.stores, device_named(device), ALONE
+    )
+    plan.text.check_readable()
+    if len(plan.requests) > 1:
         raise ConfigError(
-            f"--module must name one module to train on, got {len(points)} for {site}; name a layer"
+            f"--module must name one module to train on, got {len(plan.requests)} for "
+            f"{selection.modules[0]}; name a layer"
         )
-    (request,) = store_requests(config, [source], text, points, None, home.stores)
-    last = None if whole else last_layer(points)
-    model = LanguageModel(source, torch_device, head=whole, dtype=config.model_dtype, last=last)
-    extraction = Extraction(config, [model], text, listener)
-    meta, points = extraction.metas([request])[request.point], [request.point]
-    forward = extraction.forward()
+    (request,), (source,) = plan.requests, plan.sources
+    model = LanguageModel(
+        source,
+        plan.device,
+        head=whole,
+        dtype=plan.config.model_dtype,
+        last=None if whole else last_layer([request.point]),
+    )
+    extraction = Extraction(plan, [model], listener)
+    meta = extraction.metas[request.point]
+    place = request.point.place
+    if selection.modules:
+        place = {"module": model.modules.named(request.point)}
+    chosen = _options(plan, given) | place
+    blocks = partial(_blocks, extraction, meta)
+    return Streamed(request.folder.name, meta, chosen, blocks), extraction
 
-    def blocks(
-        show: Callable[[int, int], None],
-    ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-        admission = Admission(meta)
-        stored = offered = 0
-        with closing(ahead(extraction.blocks())) as in_order:
-            for block in in_order:
-                activations = forward(block, points, show)
-                if not activations:  # all its documents were left out
-                    continue
-                rows, verdicts = admission.verdicts(activations[request.point])
-                admitted = verdicts == ADMITTED
-                stored, offered = stored + int(admitted.sum()), block.offered
-                demand_some(stored, meta.dtype, offered)
-                yield rows[admitted], block.columns["document"][admitted]
-        demand_some(stored, meta.dtype, offered, ended=True)
 
+def _options(plan: Plan, given: Set[str]) -> dict[str, Any]:
+    """The options of `sae train` that determine the text and its rows, but for the hook point."""
+    config, sources = plan.config, plan.text.sources
     chosen = {name: value for name, value in asdict(config).items() if name in given}
-    revisions = [each.revision or "" for each in text.sources]
     chosen |= {
         "model": _absolute(config.model),
-        **({"model_revision": source.revision} if source.revision else {}),
-        **({"module": model.modules.named(request.point)} if modules else request.point.place),
         "rows": config.rows,
         "context": config.context,
         "model_dtype": config.model_dtype,
-        "dataset": [_absolute(each.dataset) for each in text.sources],
-        **({"dataset_revision": revisions} if any(revisions) else {}),
+        "dataset": [_absolute(source.dataset) for source in sources],
     }
+    if plan.sources[0].revision:
+        chosen["model_revision"] = plan.sources[0].revision
+    revisions = [source.revision or "" for source in sources]
+    if any(revisions):
+        chosen["dataset_revision"] = revisions
     if config.chat_template is not None:
         chosen["chat_template"] = _absolute(config.chat_template)
-    stream = Streamed(request.folder.name, meta, chosen, blocks)
-    return stream, extraction
+    return chosen
+
+
+def _blocks(
+    extraction: Extraction, meta: StoreMeta, show: Callable[[int, int], None]
+) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
+    """See `Streamed.blocks`."""
+    forward, admission, points = extraction.forward(), Admission(meta), [*extraction.metas]
+    stored = offered = 0
+    with closing(ahead(extraction.blocks())) as in_order:
+        for block in in_order:
+            activations = forward(block.windows.each(), points, show)
+            if not activations:  # all its documents were left out
+                continue
+            rows, verdicts = admission.verdicts(activations[points[0]])
+            admitted = verdicts == ADMITTED
+            stored, offered = stored + int(admitted.sum()), block.offered
+            check_some_stored(stored, meta.dtype, offered)
+            yield rows[admitted], block.columns["document"][admitted]
+    check_some_stored(stored, meta.dtype, offered, ended=True)
 
 
 def _absolute(name: str) -> str:

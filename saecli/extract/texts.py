@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from ..base.errors import ModelError, one_line
-from ..base.network import why_unreachable
-from .readers import HubDataset, Mark, Row, StdlibDocs, TextFile, parts_of, reader_of
+from .readers import Mark, Reader, Row, UnreachableError, parts_of, reader_of
 
 CHAT_COLUMNS = ("messages", "conversations")
 BAD_SHARE = 0.01  # most of a source's rows that may be left out as bad
@@ -52,7 +51,7 @@ def value_of(row: Any, column: str, where: str) -> Any:
 
 def text_of(row: Any, column: str, where: str) -> str:
     """The text in a column of a row; those of several, as in prompt+completion, each beginning a line."""
-    if isinstance(row, str):  # an entry of a JSON list of texts
+    if isinstance(row, str):  # without columns, such as an entry of a JSON list of texts
         return row
     names = parts_of(column, row) if isinstance(row, dict) else [column]
     texts = [value_of(row, name, where) for name in names]
@@ -76,7 +75,6 @@ class TextSource:
     column: str = "text"  # that holds the text
     revision: str | None = None  # commit, branch or tag; None for the newest state
     chat: bool = False  # whether the column holds messages, or until `recognised` may
-    read: Read = text_of  # a row's text
     asked: str | None = None  # the column before `recognised`
     unread: str | None = None  # why `recognised` could not read it
 
@@ -88,14 +86,12 @@ class TextSource:
         return " ".join(filter(None, [self.dataset, self.config, split, column]))
 
     @cached_property
-    def reader(self) -> StdlibDocs | TextFile | HubDataset:
+    def reader(self) -> Reader:
         return reader_of(self.dataset, self.config, self.split, self.revision)
 
     def pinned(self) -> Self:
         """The source with its revision resolved to a commit, if it can be."""
-        if isinstance(self.reader, HubDataset):
-            return replace(self, revision=self.reader.commit())
-        return self
+        return replace(self, revision=self.reader.commit())
 
     def recognised(self) -> Self:
         """The source with the column of its messages, if its first row has one; where the network does not let it be
@@ -105,9 +101,7 @@ class TextSource:
         try:
             rows = (row.value for row in self.reader.rows(self.column, None))
             row = next((row for row in rows if isinstance(row, dict)), {})
-        except ModelError as error:
-            if not isinstance(self.reader, HubDataset) or why_unreachable() is None:
-                raise
+        except UnreachableError as error:
             return replace(self, asked=self.column, unread=str(error))
         names = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
         column = next((name for name in names if name in row), self.column)
@@ -122,26 +116,29 @@ class TextSource:
 
     def identity(self, asked: bool = False) -> dict[str, Any]:
         """What determines the documents; with `asked` as known before `recognised`, the same without a network."""
-        if not self.reader.has_columns:
-            return self.reader.identity()
-        column = (self.asked if asked else None) or self.column
-        return {**self.reader.identity(), "column": column}
+        return self.reader.identity((self.asked if asked else None) or self.column)
 
     def documents(
-        self, start: int = 0, mark: Mark | None = None, warn: Say = lambda _: None
+        self,
+        start: int = 0,
+        mark: Mark | None = None,
+        warn: Say = lambda _: None,
+        read_chat: Read = text_of,
     ) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones, read from a mark at or before it.
+        """The documents from number `start` on, including blank ones, read from a mark at or before it; those of
+        messages by `read_chat`.
 
         A bad row, which cannot be read or holds no text, is a document whose text is None; `warn` tells of the first,
         unless all are bad. A ModelError that names it if more than `BAD_SHARE` of the rows are bad.
         """
+        read = read_chat if self.chat else text_of
         first: ModelError | None = None
         count = good = bad = 0
         warned = False
         for row in self.reader.rows(self.column, mark):
             count = row.number + 1
             try:
-                text = self._text(row)
+                text = _text(row, read, self.column)
                 good += 1
             except ModelError as error:
                 text, first, bad = None, first or error, bad + 1
@@ -159,20 +156,21 @@ class TextSource:
         if not count and not start:
             raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
 
-    def _text(self, row: Row) -> Text:
-        text = row.value
-        if isinstance(text, Exception):
-            raise ModelError(f"{row.where} cannot be read: {one_line(text)}; correct it") from text
-        if self.reader.has_columns:
-            text = self.read(text, self.column, row.where)
-        try:
-            str(text).encode()
-        except UnicodeEncodeError as error:
-            raise ModelError(
-                f"{row.where} holds bytes that are not UTF-8, or half of a surrogate pair; convert the file to "
-                "UTF-8, or correct the line"
-            ) from error
-        return text
+
+def _text(row: Row, read: Read, column: str) -> Text:
+    if isinstance(row.value, Exception):
+        raise ModelError(
+            f"{row.where} cannot be read: {one_line(row.value)}; correct it"
+        ) from row.value
+    text = read(row.value, column, row.where)
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(
+            f"{row.where} holds bytes that are not UTF-8, or half of a surrogate pair; convert the file to "
+            "UTF-8, or correct the line"
+        ) from error
+    return text
 
 
 @dataclass(frozen=True)
@@ -183,13 +181,12 @@ class Mixture:
     sources: tuple[TextSource, ...]
     names: tuple[str, ...] = ()  # of several
     shares: tuple[float, ...] = ()  # of the rows; they sum to 1
-    rows: Callable[[Document], int] | None = None  # of a document; None counts documents
 
     def pinned(self) -> Self:
         return replace(self, sources=tuple(source.pinned().recognised() for source in self.sources))
 
-    def demand_read(self) -> None:
-        """Raise a ModelError if the network did not let a source be read."""
+    def check_readable(self) -> None:
+        """ModelError if the network did not let a source be read."""
         reasons = [source.unread for source in self.sources if source.unread]
         if reasons:
             raise ModelError(reasons[0])
@@ -206,19 +203,25 @@ class Mixture:
         return {"dataset": " + ".join(part["dataset"] for part in parts), "mixture": mixture}
 
     def documents(
-        self, start: int = 0, mark: Mark | None = None, warn: Say = lambda _: None
+        self,
+        start: int = 0,
+        mark: Mark | None = None,
+        warn: Say = lambda _: None,
+        read_chat: Read = text_of,
+        rows_of: Callable[[Document], int] = lambda _: 1,
     ) -> Iterator[Document]:
-        """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
-        `warn` tells of each source's first bad row, and of one that ends before others."""
+        """The documents, as of one source; `rows_of` is the number of rows of each. A mixture's marks have the number
+        and mark of each source's next document, and the rows of those before. `warn` tells also of a source that ends
+        before others."""
         if not self.names:
-            yield from self.sources[0].documents(start, mark, warn)
+            yield from self.sources[0].documents(start, mark, warn, read_chat)
             return
         number, begun = (
             (mark["document"], mark["sources"]) if mark else (0, [(0, None, 0)] * len(self.sources))
         )
         following, marks, counts = map(list, zip(*begun, strict=True))
         waiting = {
-            index: source.documents(following[index], marks[index], warn)
+            index: source.documents(following[index], marks[index], warn, read_chat)
             for index, source in enumerate(self.sources)
         }
         while waiting:
@@ -231,7 +234,7 @@ class Mixture:
             marks[index] = document.mark
             before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}
             following[index] = document.number + 1
-            counts[index] += self.rows(document) if self.rows else 1
+            counts[index] += rows_of(document)
             if number >= start:
                 yield Document(number, document.text, before, index)
             number += 1

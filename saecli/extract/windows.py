@@ -20,7 +20,7 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from ..model.tokenizer import affixes, special_ids, text_ids
-from ..store.values import Windows as StoredWindows
+from ..store.values import Windows
 from .chats import ASSISTANT, Conversation
 from .texts import Document, Mark
 
@@ -85,7 +85,7 @@ class Window(NamedTuple):
         return self.tokens["kept"]
 
 
-class Windows:
+class Cutter:
     """Cuts documents into windows of at most `context` tokens, including `prefix` and `suffix`, the special tokens
     around a text; see `tokenizer.affixes`.
 
@@ -120,51 +120,62 @@ class Windows:
                 "EOS; leave it out"
             )
 
-    def taken(self) -> Counter[str]:
+    def pop_left_out(self) -> Counter[str]:
         """What was left out since this was last asked."""
         left_out, self.left_out = self.left_out, Counter()
         return left_out
 
     def rows(self, document: Document) -> int:
         """Number of rows of a document, packed or not."""
-        return sum(int(window.kept.sum()) for window in self._cut([document], 0, packed=False))
+        return sum(int(window.kept.sum()) for window in self._each_alone([document], 0))
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows from a token of the first document on."""
-        return self._cut(documents, token, self._packed)
+        return (self._joined if self._packed else self._each_alone)(documents, token)
 
-    def _cut(self, documents: Iterable[Document], token: int, packed: bool) -> Iterator[Window]:
+    def _each_alone(self, documents: Iterable[Document], begin: int) -> Iterator[Window]:
+        """Windows of one document each."""
+        for document in documents:
+            tokens, turns = self._tokens(document)
+            while begin < len(tokens):
+                begin += self._repeated_prefix(tokens[begin:])
+                end = min(begin + self._room, len(tokens))
+                if end < len(tokens):
+                    within = turns[bisect_right(turns, begin) : bisect_right(turns, end)]
+                    end = max(within, default=end)
+                is_last = self._positions == "last" or end == len(tokens)
+                parts = [self._prefix(document), tokens[begin:end], self._suffix(document)]
+                yield self._window(parts, _after(document, end, is_last))
+                begin = len(tokens) if is_last else end
+            begin = 0
+
+    def _joined(self, documents: Iterable[Document], begin: int) -> Iterator[Window]:
+        """Windows of documents one after another, each full but for the last."""
         parts: list[np.ndarray] = []  # of a window
         room = 0
         for document in documents:
-            tokens, turns = self._tokens(document)
-            number = document.number
-            while token < len(tokens):
+            tokens, _ = self._tokens(document)
+            while begin < len(tokens):
                 if not parts:
-                    parts, room = [_added(self.prefix, number)], self._room
-                    token += self._begun(tokens[token:])
-                elif token == 0:
-                    parts.append(_added(self._separator, number))
+                    parts, room = [self._prefix(document)], self._room
+                    begin += self._repeated_prefix(tokens[begin:])
+                elif begin == 0:
+                    parts.append(_added(self._separator, document.number))
                     room -= len(self._separator)
-                start, token = token, min(token + room, len(tokens))
-                if token < len(tokens) and not packed:
-                    begun = turns[bisect_right(turns, start) : bisect_right(turns, token)]
-                    token = max(begun, default=token)
-                parts.append(tokens[start:token])
-                room -= token - start
-                ended = self._positions == "last" or token == len(tokens)
-                after = Cursor(number, token, document.mark)
-                if ended:
-                    after = Cursor(number + 1, 0, document.mark)
+                end = min(begin + room, len(tokens))
+                parts.append(tokens[begin:end])
+                room -= end - begin
+                is_last = end == len(tokens)
                 # Full, or without room for a separator and a token; yielded before another document is read.
-                if not packed or room <= (len(self._separator) if ended else 0):
-                    yield self._window([*parts, _added(self.suffix, number)], after)
+                if room <= (len(self._separator) if is_last else 0):
+                    parts.append(self._suffix(document))
+                    yield self._window(parts, _after(document, end, is_last))
                     parts = []
-                if ended:
-                    break
-            token, end = 0, Cursor(number + 1, 0, document.mark)
+                begin = end
+            begin = 0
         if parts:
-            yield self._window([*parts, _added(self.suffix, number)], end)
+            parts.append(self._suffix(document))
+            yield self._window(parts, _after(document, 0, is_last=True))
 
     def _tokens(self, document: Document) -> tuple[np.ndarray, list[int]]:
         """Tokens, of `TOKEN`, without the special tokens around a text, and where turns begin; none if left out."""
@@ -186,7 +197,13 @@ class Windows:
         tokens["special"] = [token in self._special for token in token_ids]
         return tokens, turns
 
-    def _begun(self, tokens: np.ndarray) -> int:
+    def _prefix(self, document: Document) -> np.ndarray:
+        return _added(self.prefix, document.number)
+
+    def _suffix(self, document: Document) -> np.ndarray:
+        return _added(self.suffix, document.number)
+
+    def _repeated_prefix(self, tokens: np.ndarray) -> int:
         """How many tokens of a document's rest stand for the prefix: a second BOS would be a second attention sink."""
         count = len(self.prefix)
         return count if tokens["token_id"][:count].tolist() == self.prefix else 0
@@ -201,6 +218,13 @@ class Windows:
             kept[np.flatnonzero(kept)[:-1]] = False
         tokens["kept"] = kept
         return Window(tokens, after)
+
+
+def _after(document: Document, end: int, is_last: bool) -> Cursor:
+    """Where the window begins that follows one up to a token of a document, perhaps the document's last."""
+    if is_last:
+        return Cursor(document.number + 1, 0, document.mark)
+    return Cursor(document.number, end, document.mark)
 
 
 def _added(token_ids: list[int], document: int) -> np.ndarray:
@@ -230,7 +254,7 @@ class Block:
         self.rows = int(kept.sum())
         self.lengths = np.array([len(window.tokens) for window in windows], np.int64)
         token_ids = np.ascontiguousarray(tokens["token_id"])
-        self.windows = StoredWindows.of(self.lengths, token_ids, kept)
+        self.windows = Windows.of(self.lengths, token_ids, kept)
         positions = np.arange(len(tokens)) - np.repeat(self.windows.offset[:-1], self.lengths)
         self.columns = {
             name: tokens[name][kept] for name in ("token_id", "document", "source", "role")
@@ -243,9 +267,6 @@ class Block:
         after = windows[-1].after if windows else cursor
         self.end = after._replace(offered=cursor.offered + self.rows, size=cursor.size)
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return self.windows.each()
-
     @property
     def offered(self) -> int:
         """Rows of this block and all before it."""
@@ -254,7 +275,7 @@ class Block:
 
 def in_blocks(
     documents_from: Callable[[Cursor], Iterable[Document]],
-    windows: Windows,
+    cutter: Cutter,
     rows: int,
     cursor: Cursor = START,
     size: int = BLOCK_TOKENS,
@@ -268,17 +289,17 @@ def in_blocks(
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
     tokens = kept = 0
-    for window in windows.cut(documents_from(cursor), cursor.token):
+    for window in cutter.cut(documents_from(cursor), cursor.token):
         gathered.append(window)
-        skipped.append(windows.taken())
+        skipped.append(cutter.pop_left_out())
         tokens += len(window.tokens)
         kept += int(window.kept.sum())
         most_rows = rows - cursor.offered if cursor.offered < rows else SPARE_ROWS
         if tokens >= cursor.size or kept >= most_rows:
-            block = Block(gathered, cursor, [*skipped, windows.taken()])
+            block = Block(gathered, cursor, [*skipped, cutter.pop_left_out()])
             yield block
             cursor = block.end
             gathered, skipped = [], []
             tokens = kept = 0
-    if gathered or windows.left_out:
-        yield Block(gathered, cursor, [*skipped, windows.taken()])
+    if gathered or cutter.left_out:
+        yield Block(gathered, cursor, [*skipped, cutter.pop_left_out()])

@@ -24,15 +24,16 @@ from ..base.home import Home
 from ..base.words import demand_at_least, demand_text, unknown_choice
 from ..extract.chats import REPEATED, ROLES, Chats, Conversation
 from ..extract.texts import Document
-from ..extract.windows import Window, Windows
+from ..extract.windows import Cutter, Window
 from ..model.choice import ModelLike
 from ..model.language_model import LanguageModel
 from ..model.tokenizer import TokenTexts, characters
-from ..model.windows import TextWindow, stored_activations
+from ..model.windows import stored_activations
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Firing
 from ..splice.hooked import Hooked, hooked, model_of
 from ..store.origin import last_layer, place_given
+from ..store.values import TextWindow
 from .labels import shown_labels
 from .latents import chosen_latents
 from .measured import at_tokens, codes_of, own_codes
@@ -113,13 +114,13 @@ class _Reader:
     def read(self, text: str | Messages, name: str, listener: Listener) -> _Reading:
         context = min(CONTEXT, self._model.source.positions or CONTEXT)
         control = None if isinstance(text, str) else "drop"
-        windows = Windows(
+        cutter = Cutter(
             self._model.tokenizer, context, control=control, prepend_bos=self._prepend_bos
         )
-        cut = list(windows.cut([Document(0, self._document(text, name), None)]))
+        cut = list(cutter.cut([Document(0, self._document(text, name), None)]))
         if not cut:
             raise ConfigError(f"{name} must have a token that is not special, got {text!a:.60}")
-        if windows.left_out["repeated_bos"]:
+        if cutter.left_out["repeated_bos"]:
             listener.warn(f"{name} {REPEATED}")
         for window in cut:
             window.tokens["special"][:1] = True

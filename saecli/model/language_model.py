@@ -242,28 +242,6 @@ def _with_head(source: ModelSource) -> Any:
     )
 
 
-class SideBySide:
-    """Models that read the same tokens; a hook point's `model` is its model's number among them. The text is cut by the
-    first one's tokenizer."""
-
-    def __init__(self, models: Sequence[LanguageModel]) -> None:
-        self.models, self.device = models, models[0].device
-
-    def read(
-        self,
-        token_ids: Tensor,
-        mask: Tensor,
-        points: Sequence[HookPoint],
-        take: Callable[[Tensor], Taken],
-    ) -> list[Taken]:
-        """The activations of all models; see `LanguageModel.read`."""
-        taken: dict[HookPoint, Taken] = {}
-        for number, model in enumerate(self.models):
-            if own := [point for point in points if point.model == number]:
-                taken |= zip(own, model.read(token_ids, mask, own, take), strict=True)
-        return [taken[point] for point in points]
-
-
 def load_tokenizer(source: ModelSource) -> Any:
     if isinstance(source, LoadedSource):
         return source.tokenizer

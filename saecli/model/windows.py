@@ -7,7 +7,7 @@ Shapes: B windows, T tokens, n of them rows, D = d_in.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..store.origin import HookPoint
 from ..store.reader import Rows
+from ..store.values import TextWindow
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
@@ -28,25 +29,14 @@ def pass_tokens(device: torch.device) -> int:
     return GPU_TOKENS if device.type == "cuda" else CPU_TOKENS
 
 
-class TextWindow(NamedTuple):
-    """A window of tokens, and which of them are rows: only these are read, replaced and scored."""
-
-    token_ids: np.ndarray  # (T,) int64, of the whole window, the prefix's too
-    is_row: np.ndarray  # (T,) bool
-
-    @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
-
 def stored_windows(rows: Rows, tokens: int, source: int | None = None) -> Iterator[TextWindow]:
     """The first windows that hold one of these rows, in stored order, until they hold `tokens` of them; of a mixture
     those of a `source`, which may be none."""
-    rows_found = 0
-    for token_ids, is_row in rows.windows(source):
-        yield TextWindow(token_ids, is_row)
-        rows_found += int(is_row.sum())
-        if rows_found >= tokens:
+    found = 0
+    for window in rows.windows(source):
+        yield window
+        found += int(window.is_row.sum())
+        if found >= tokens:
             return
 
 

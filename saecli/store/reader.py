@@ -29,7 +29,7 @@ from .split import (
     in_order,
     shuffled,
 )
-from .values import CODES, Spread
+from .values import CODES, Spread, TextWindow
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -221,9 +221,9 @@ class Rows(StoredRows):
         if len(waiting):
             yield waiting
 
-    def windows(self, source: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The windows that hold one of these rows, in stored order: token ids, (T,), and which of them are these rows,
-        (T,) bool; of a mixture only those of a `source`. Of a store with `StoreMeta.windows`."""
+    def windows(self, source: int | None = None) -> Iterator[TextWindow]:
+        """The windows that hold one of these rows, in stored order; of a mixture only those of a `source`. Of a store
+        with `StoreMeta.windows`."""
         store = self.store
         for shard, start in enumerate(store.shard_starts[:-1].tolist()):
             windows = store.windows(shard)
@@ -245,7 +245,7 @@ class Rows(StoredRows):
                 if own.any():
                     mask = np.zeros(len(stored), bool)
                     mask[tokens[: len(own)]] = own
-                    yield token_ids.astype(np.int64), mask
+                    yield TextWindow(token_ids.astype(np.int64), mask)
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":
         """The true codes of these rows, (B, G), in stored order, of a store of known features."""

@@ -5,7 +5,7 @@ Legend: R rows, D = d_in, n entries or tokens, G features, W windows.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -65,6 +65,18 @@ DTYPES = {
     "float16": StoredType("float16", np.dtype("<f2")),
     "bfloat16": StoredType("bfloat16", np.dtype("<u2")),
 }
+
+
+class TextWindow(NamedTuple):
+    """A window of tokens, and which of them are rows: only these are read, replaced and scored."""
+
+    token_ids: np.ndarray  # (T,) int64, of the whole window, the special tokens around a text too
+    is_row: np.ndarray  # (T,) bool
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
 
 CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form
 
@@ -147,10 +159,10 @@ class Windows:
             f"{WINDOWS}/{name}": getattr(self, name).astype(kind) for name, kind in KINDS.items()
         }
 
-    def each(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The tokens and the mask of each window, (T,), views."""
+    def each(self) -> Iterator[TextWindow]:
+        """Each window as views."""
         for begin, end in zip(self.offset[:-1].tolist(), self.offset[1:].tolist(), strict=True):
-            yield self.token_id[begin:end], self.stored[begin:end]
+            yield TextWindow(self.token_id[begin:end], self.stored[begin:end])
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from ..base.processes import communicator
 from ..base.words import flag_of
 from ..extract.chats import REPEATED
 from ..extract.options import ExtractConfig
+from ..extract.plan import Selection
 from ..extract.streaming import Streamed, open_stream
 from ..model.choice import check_rows
 from ..model.language_model import LanguageModel
 from ..model.names import ModelDtype
 from ..model.source import ModelSource
-from ..model.windows import TextWindow, stored_windows
+from ..model.windows import stored_windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..splice.hooked import Hooked, hooked, model_of
@@ -32,6 +33,7 @@ from ..store.joined import Joined, open_joined
 from ..store.origin import place_given
 from ..store.reader import Rows
 from ..store.split import Split
+from ..store.values import TextWindow
 from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
@@ -190,7 +192,7 @@ def _stream_text(
     stream, extraction = open_stream(
         extract,
         given=settings.text.keys(),
-        at=(acts.read.layer, acts.read.site),
+        selection=Selection.at(acts.read.layer, acts.read.site),
         device=settings.training.device,
         home=home,
         listener=listener,
@@ -199,8 +201,8 @@ def _stream_text(
     parts: tuple[list[TextWindow], list[TextWindow]] = [], []
     left = [extract.rows, MEASURED_ROWS]
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
-    windows = extraction.windows()
-    for window in windows.cut(extraction.documents()):
+    cutter = extraction.cutter()
+    for window in cutter.cut(extraction.documents()):
         for part, split in enumerate(splits):
             kept = window.kept & split.keeps(window.tokens["document"])
             if left[part] > 0 and kept.any():
@@ -208,14 +210,14 @@ def _stream_text(
                 left[part] -= int(kept.sum())
         if max(left) <= 0:
             break
-    if windows.left_out["repeated_bos"]:
+    if cutter.left_out["repeated_bos"]:
         listener.warn(f"a text {REPEATED}")
     if not all(parts):
         raise ConfigError(
             "--dataset has too few documents: expected windows to train on and to compare on, got "
             f"{len(parts[0])} and {len(parts[1])}; name a text of more documents"
         )
-    return stream, SplicedText(Passes(extraction.model), acts, *parts)
+    return stream, SplicedText(Passes(extraction.models[0]), acts, *parts)
 
 
 @dataclass(frozen=True)

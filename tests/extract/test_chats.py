@@ -33,7 +33,7 @@ import saecli
 from saecli.base.errors import ConfigError, ModelError
 from saecli.extract.chats import ROLES, Chats
 from saecli.extract.texts import Document, TextSource
-from saecli.extract.windows import Window, Windows
+from saecli.extract.windows import Cutter, Window
 from saecli.model.windows import stored_windows
 
 TEMPLATES, CONTEXT, BOS = Path(__file__).parents[1] / "templates", 40, 1
@@ -114,7 +114,7 @@ def test_windows_begin_with_turns_and_go_on_from_where_one_ended(folder):
         within = [turn for turn in turns if ends[-1] < turn <= most]
         ends.append(max(within) if within and most < len(ids) else most)
     expected = [[BOS, *ids[begin:end]] for begin, end in pairwise(ends)] * 2
-    cut = Windows(tokenizer, CONTEXT, control="keep").cut
+    cut = Cutter(tokenizer, CONTEXT, control="keep").cut
     documents = [Document(number, text, None) for number in (0, 1)]
     found = list(cut(documents))
     assert [window.token_ids.tolist() for window in found] == expected
@@ -157,8 +157,8 @@ def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path
         assert not kept.all()
         np.testing.assert_allclose(some["x"], whole["x"][kept], rtol=1e-4, atol=1e-5)
     tokenizer, gemma = opened(folder, "gemma")
-    source = TextSource(str(path), column="messages", read=gemma.read)
-    windows = Windows(tokenizer, CONTEXT, control="keep").cut(source.documents())
+    documents = TextSource(str(path), column="messages", chat=True).documents(read_chat=gemma.read)
+    windows = Cutter(tokenizer, CONTEXT, control="keep").cut(documents)
     found = stored_windows(store.split("all"), 10**9)
     for one, expected in zip(found, windows, strict=True):
         assert one.token_ids.tolist() == expected.token_ids.tolist()
@@ -247,7 +247,7 @@ def tokenizer_of(folder: Path, template: str | None = None, **roles: str) -> Any
 
 def cut(tokenizer: Any, *texts: str, context: int = 5, **options: Any) -> list[Window]:
     documents = [Document(number, text, None) for number, text in enumerate(texts)]
-    return list(Windows(tokenizer, context, **options).cut(documents))
+    return list(Cutter(tokenizer, context, **options).cut(documents))
 
 
 def words_of(tokenizer: Any, windows: list[Window], column: str = "token_ids") -> list[str]:
@@ -326,13 +326,13 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
     document = chat_of(tokenizer, "hello", "yes", "and")
     assert str(document.text) == whole
 
-    (window,) = Windows(tokenizer, 64, packed=packed, control="keep").cut([document])
+    (window,) = Cutter(tokenizer, 64, packed=packed, control="keep").cut([document])
     assert window.token_ids.tolist() == ids
     assert window.tokens["special"].tolist() == [True] + [False] * (len(ids) - 1)
     assert window.kept.tolist() == (~window.tokens["special"]).tolist()
 
     twice = [document, document._replace(number=1)]
-    windows = list(Windows(tokenizer, 8, packed=packed, control="keep").cut(twice))
+    windows = list(Cutter(tokenizer, 8, packed=packed, control="keep").cut(twice))
     turns = [ids[0:8], ids[8:14], ids[14:20]]
     if not packed:
         assert [window.token_ids.tolist() for window in windows] == turns * 2
@@ -341,7 +341,7 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
         separators = len(np.unique(window.tokens["document"][1:])) - 1
         assert window.tokens["special"][0] and window.tokens["special"][1:].sum() == separators
 
-    dropped = Windows(tokenizer, 64, packed=packed, control="drop").cut([document])
+    dropped = Cutter(tokenizer, 64, packed=packed, control="drop").cut([document])
     assert [window.kept.sum() for window in dropped] == [len(ids) - whole.count("<")]
 
 

@@ -1,4 +1,4 @@
-"""Windows, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
+"""Cutter, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
 
 import os
 import shutil
@@ -24,11 +24,12 @@ from saecli.extract import windows as cutting
 from saecli.extract.filling import Forward, fill
 from saecli.extract.options import TOKEN_COLUMNS
 from saecli.extract.texts import Document
-from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
+from saecli.extract.windows import START, Block, Cursor, Cutter, in_blocks
 from saecli.model.language_model import LanguageModel
 from saecli.store.origin import HookPoint
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
+from saecli.store.values import TextWindow
 from saecli.store.writer import StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
@@ -63,9 +64,9 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def blocks(
-    texts: list[str], windows: Windows, rows: int, cursor: Cursor = START
+    texts: list[str], cutter: Cutter, rows: int, cursor: Cursor = START
 ) -> Generator[Block, None, None]:
-    return in_blocks(lambda begin: documents(texts, begin.document), windows, rows, cursor)
+    return in_blocks(lambda begin: documents(texts, begin.document), cutter, rows, cursor)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
 
 @given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
 def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos):
-    cutter = Windows(tokenizers[bos], context, packed=True, prepend_bos=bos)
+    cutter = Cutter(tokenizers[bos], context, packed=True, prepend_bos=bos)
     windows = list(cutter.cut(documents(texts)))
     plain = {
         number: tokenizers[bos](text, add_special_tokens=False)["input_ids"]
@@ -114,8 +115,8 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
     bos=st.booleans(),
 )
 def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, context, packed, bos):
-    def cutter() -> Windows:
-        return Windows(tokenizers[bos], context, packed=packed)
+    def cutter() -> Cutter:
+        return Cutter(tokenizers[bos], context, packed=packed)
 
     whole, every = cutter(), []
     for window in whole.cut(documents(texts)):
@@ -138,7 +139,7 @@ def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, con
 def test_a_text_that_begins_with_bos_is_cut_as_without_it(tokenizers, texts, context, packed, bos):
     """Wherever the pass begins; "<bos>" before a text, or twice, as decoded texts and rendered chats have it."""
     written = [f"{'<bos>' * (number % 3)}{text}" for number, text in enumerate(texts)]
-    plain, other = (Windows(tokenizers[bos], context, packed=packed) for _ in range(2))
+    plain, other = (Cutter(tokenizers[bos], context, packed=packed) for _ in range(2))
     expected, found = list(plain.cut(documents(texts))), list(other.cut(documents(written)))
     assert [window.tokens.tolist() for window in found] == [
         window.tokens.tolist() for window in expected
@@ -153,7 +154,7 @@ def test_a_text_that_begins_with_bos_is_cut_as_without_it(tokenizers, texts, con
 
 
 def test_a_text_without_added_bos_keeps_its_own(tokenizers):
-    cutter = Windows(tokenizers[False], CONTEXT, prepend_bos=False)
+    cutter = Cutter(tokenizers[False], CONTEXT, prepend_bos=False)
     (window,) = cutter.cut(documents(["<bos>abc"]))
     assert window.token_ids[0] == BOS and len(window.token_ids) == 4
     assert not window.kept[0] and not cutter.left_out
@@ -161,7 +162,7 @@ def test_a_text_without_added_bos_keeps_its_own(tokenizers):
 
 def test_no_window_begins_with_bos_twice(tokenizers):
     """Chats that were rendered one after another into a text have BOS at any place."""
-    cutter = Windows(tokenizers[True], 5)
+    cutter = Cutter(tokenizers[True], 5)
     windows = list(cutter.cut(documents(["<bos>abcd<bos>efgh<bos>ij"])))
     assert [window.token_ids.tolist().count(BOS) for window in windows] == [1, 1, 1]
     assert sum(int(window.kept.sum()) for window in windows) == 10
@@ -172,7 +173,7 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, small_blocks, pa
     texts = some_texts(200)
 
     def from_(cursor: Cursor) -> list[tuple]:
-        windows = Windows(tokenizers[True], CONTEXT, packed=packed)
+        windows = Cutter(tokenizers[True], CONTEXT, packed=packed)
         return [
             (
                 block.cursor.to_json(),
@@ -194,7 +195,7 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, small_blocks, pa
 
 def test_blocks_are_as_large_as_where_a_pass_was_stopped(tokenizers):
     """Another device makes blocks of another size, and several stores go on from several blocks."""
-    texts, windows = some_texts(200), Windows(tokenizers[True], CONTEXT)
+    texts, windows = some_texts(200), Cutter(tokenizers[True], CONTEXT)
 
     def cut(begin: Cursor, size: int) -> list[Block]:
         return list(
@@ -213,13 +214,14 @@ def test_packing_needs_a_token_to_part_documents(tokenizers):
     bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path)
     bare.bos_token = bare.eos_token = None
     with pytest.raises(ConfigError, match="packed needs a token to separate documents"):
-        Windows(bare, CONTEXT, packed=True)
+        Cutter(bare, CONTEXT, packed=True)
 
 
 def test_windows_without_rows_are_not_run(model):
     token_ids, seen = np.arange(3, 9), []
-    bare, window = (token_ids, np.zeros(6, bool)), (token_ids, token_ids % 2 == 1)
-    forward = Forward(model, "float32", 100, print)
+    bare = TextWindow(token_ids, np.zeros(6, bool))
+    window = TextWindow(token_ids, token_ids % 2 == 1)
+    forward = Forward([model], "float32", 100, print)
     found = forward([bare, window, bare], POINTS, lambda *done: seen.append(done))
     assert seen == [(6, 3)] and forward([bare], POINTS, print) == {}
     for point, rows in forward([window], POINTS, print).items():
@@ -238,11 +240,11 @@ class CrampedLlama(LlamaModel):
 
 
 def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
-    windows = Windows(model.tokenizer, CONTEXT)
+    windows = Cutter(model.tokenizer, CONTEXT)
     (block,) = blocks(some_texts(60), windows, 10**6)
     seen = []
-    forward = Forward(model, "float32", tokens, notes.append)
-    found = forward(block, POINTS, lambda *done: seen.append(done))
+    forward = Forward([model], "float32", tokens, notes.append)
+    found = forward(block.windows.each(), POINTS, lambda *done: seen.append(done))
     assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
     assert sum(tokens for tokens, _ in seen) == block.lengths.sum()
     return [found[point] for point in POINTS]
@@ -290,11 +292,11 @@ def fill_stores(
         writers[point] = StoreWriter.open(home / f"{point.layer}-{point.site}", meta, limit=rows)
 
     def blocks_from(cursor: Cursor) -> Generator[Block, None, None]:
-        windows = Windows(model.tokenizer, CONTEXT, packed=packed)
+        windows = Cutter(model.tokenizer, CONTEXT, packed=packed)
         return blocks(some_texts(100, seed=3), windows, rows, cursor)
 
     try:
-        fill(writers, blocks_from, Forward(model, "bfloat16", batch, print), rows, show)
+        fill(writers, blocks_from, Forward([model], "bfloat16", batch, print), rows, show)
     finally:
         for writer in writers.values():
             writer.__exit__(None, None, None)
@@ -320,12 +322,12 @@ def test_no_store_is_being_written_once_filling_ends(model, small_blocks, tmp_pa
     meta = StoreMeta({}, "x", "bfloat16", 16, 90, columns=TOKEN_COLUMNS)
     with StoreWriter.open(tmp_path / "s", meta, limit=ROWS) as writer:
         writers = Signalling({POINTS[0]: writer})
-        windows, texts = Windows(model.tokenizer, CONTEXT), some_texts(100, seed=3)
+        windows, texts = Cutter(model.tokenizer, CONTEXT), some_texts(100, seed=3)
         with pytest.raises(KeyboardInterrupt):
             fill(
                 writers,
                 lambda cursor: blocks(texts, windows, ROWS, cursor),
-                Forward(model, "bfloat16", 64, print),
+                Forward([model], "bfloat16", 64, print),
                 ROWS,
                 lambda *_: None,
             )

@@ -362,8 +362,9 @@ def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factor
     names = [write_counts(folder / f"{index}.jsonl", some) for index, some in enumerate(counts)]
     shares = np.array(weights[: len(counts)]) / sum(weights[: len(counts)])
     sources, told = tuple(map(TextSource, names)), []
-    text = Mixture(sources, tuple(names), tuple(shares.tolist()), lambda one: one.text.count("w"))
-    whole = list(text.documents(warn=told.append))
+    words_of = {"rows_of": lambda document: document.text.count("w")}
+    text = Mixture(sources, tuple(names), tuple(shares.tolist()))
+    whole = list(text.documents(warn=told.append, **words_of))
     assert [document.number for document in whole] == list(range(sum(map(len, counts))))
     ended = [line.split(" ends after ")[0] for line in told]
     assert len(ended) == len(names) - 1 and {*ended} < {*names}
@@ -375,7 +376,7 @@ def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factor
             assert np.ptp(rows / shares) <= max(np.array([*map(max, counts)]) / shares) * (1 + 1e-9)
         mark = json.loads(json.dumps(document.mark))
         for start in (document.number, document.number + 1):
-            rest = text.documents(start, mark)
+            rest = text.documents(start, mark, **words_of)
             assert [own[:2] + own[3:] for own in rest] == [
                 own[:2] + own[3:] for own in whole[start:]
             ]

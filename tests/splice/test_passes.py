@@ -27,7 +27,7 @@ from transformers import (
 
 import saecli
 from saecli.extract.texts import Document
-from saecli.extract.windows import Windows
+from saecli.extract.windows import Cutter
 from saecli.model.language_model import LanguageModel
 from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.model.source import find_model
@@ -219,7 +219,7 @@ def extracted(home: Path, model: Path | list[str], **options: Any) -> Any:
 
 def cut(model: LanguageModel, texts: list[Document]) -> list[TextWindow]:
     """The windows that extraction makes of texts."""
-    windows = Windows(model.tokenizer, CONTEXT).cut(texts)
+    windows = Cutter(model.tokenizer, CONTEXT).cut(texts)
     return [TextWindow(window.token_ids, window.kept) for window in windows]
 
 
