@@ -42,7 +42,7 @@ def sae(
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
     """
     monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
-    monkeypatch.setattr("saecli.show.pictures.loss_curves", lambda path, name, lines: path.touch())
+    monkeypatch.setattr("saecli.show.pictures.draw_losses", lambda path, name, lines: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
 
 

@@ -233,7 +233,7 @@ class CommandLine:
 def after_commands(home: Path, *lines: str) -> Path:
     """A home in which commands have been run: for fixtures that many tests share."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saecli.show.pictures.loss_curves", lambda path, name, lines: path.touch())
+        patch.setattr("saecli.show.pictures.draw_losses", lambda path, name, lines: path.touch())
         for line in lines:
             patch.setattr(sys, "argv", ["sae", "--home", str(home), *shlex.split(line)])
             with pytest.raises(SystemExit, match=r"^(0|None)?$"):

@@ -24,10 +24,11 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram, cells_of
+from saecli.geometry.plane import PlaneCells, plane_cells
 from saecli.geometry.references import LocalPCA, fvu, kmeans
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
-from saecli.show.geometry import PlaneCells, fill, plane_cells, tints
+from saecli.show.geometry import fill_cells, tints
 from saecli.show.style import COLOURS, GREY, figure
 
 LATENTS, RATE = 80, 8e-3
@@ -108,8 +109,8 @@ def main() -> None:
                 panels, (COLOURS[1], COLOURS[0], COLOURS[2]), regions, strict=True
             ):
                 fvus.append(fvu(rows, ends))
-                fill(
-                    axes, areas, 0.6 + 0.4 * tints(len(areas.kept))
+                fill_cells(
+                    axes, areas, 0.6 + 0.4 * tints(len(areas.sizes))
                 )  # paler still: the arrows matter here
                 arrows(axes, rows, ends, colour)
                 axes.set(

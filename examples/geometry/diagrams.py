@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.show.geometry import PlaneCells, Window
+from saecli.geometry.plane import Bounds, PlaneCells
 
 PIXELS = 600
 
 
-def pixels_of(window: Window) -> Tensor:
+def pixels_of(window: Bounds) -> Tensor:
     """The centres of the pixels of a window, (P P, 2), the lowest row first."""
     left, right, bottom, top = window
     steps = (torch.arange(PIXELS, dtype=torch.float64) + 0.5) / PIXELS
@@ -22,7 +22,7 @@ def pixels_of(window: Window) -> Tensor:
     ).flip(1)
 
 
-def cells_in(diagram: PowerDiagram, window: Window, k: int = 1) -> tuple[PlaneCells, np.ndarray]:
+def cells_in(diagram: PowerDiagram, window: Bounds, k: int = 1) -> tuple[PlaneCells, np.ndarray]:
     """The cells of the k-th order in a window of the plane, and the sites of each, (C, k)."""
     nearest = diagram.nearest(pixels_of(window), k).sort(1).values.numpy()
     supports, labels = np.unique(nearest, axis=0, return_inverse=True)

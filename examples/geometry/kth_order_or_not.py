@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from recovery import Recovery, recover
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.show.geometry import fill, tints
+from saecli.show.geometry import fill_cells, tints
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-2.6, 2.6, -2.6, 2.6)
@@ -33,7 +33,7 @@ AROUND = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 
 def draw(axes: Axes, hexagon: PowerDiagram, found: Recovery, words: str) -> None:
     """Draw the cells, what each is called, and the sites found where there are any."""
-    fill(axes, cells_in(hexagon, WINDOW)[0], tints(6))
+    fill_cells(axes, cells_in(hexagon, WINDOW)[0], tints(6))
     axes.scatter(*hexagon.centroids.numpy().T, s=26, c="#222222", edgecolors="white", zorder=3)
     for (x, y), support in zip(
         hexagon.centroids.tolist(), (found.supports + 1).tolist(), strict=True

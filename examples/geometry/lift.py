@@ -20,7 +20,7 @@ import torch
 from diagrams import PIXELS, cells_in, pixels_of
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.show.geometry import fill, tints
+from saecli.show.geometry import fill_cells, tints
 from saecli.show.style import figure
 
 WINDOW = (-1.3, 1.3, -1.3, 1.3)
@@ -91,7 +91,7 @@ def main() -> None:
         space.view_init(22, -60)
         plane = drawn.add_subplot(1, 2, 2)
         cells, sites = cells_in(power, WINDOW)
-        fill(plane, cells, colours[sites[:, 0]])
+        fill_cells(plane, cells, colours[sites[:, 0]])
         plane.scatter(
             *power.centroids.numpy().T,
             s=60 * power.weights.numpy() + 6,

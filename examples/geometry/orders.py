@@ -23,7 +23,7 @@ from matplotlib.patches import Circle
 from recovery import recover
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.show.geometry import fill, tints
+from saecli.show.geometry import fill_cells, tints
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.0, 4.0, -4.0, 4.0)
@@ -33,7 +33,7 @@ SITES = 7
 def draw(axes: Axes, diagram: PowerDiagram, k: int, title: str) -> None:
     """Draw the cells of a diagram of the K-th order, its sites, and its weights as circles."""
     cells, _ = cells_in(diagram, WINDOW, k)
-    fill(axes, cells, tints(len(cells.kept)))
+    fill_cells(axes, cells, tints(len(cells.sizes)))
     for number, (site, weight) in enumerate(
         zip(diagram.centroids.numpy(), diagram.weights.tolist(), strict=True), 1
     ):
@@ -43,7 +43,7 @@ def draw(axes: Axes, diagram: PowerDiagram, k: int, title: str) -> None:
         )
         if weight > 0:
             axes.add_patch(Circle(site, weight**0.5, fill=False, color=COLOURS[1], linewidth=1))
-    axes.set(title=f"{title}: {len(cells.kept)} cells in view", xticks=[], yticks=[])
+    axes.set(title=f"{title}: {len(cells.sizes)} cells in view", xticks=[], yticks=[])
 
 
 def main() -> None:

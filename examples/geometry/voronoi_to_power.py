@@ -23,7 +23,7 @@ from matplotlib.patches import Circle
 
 from saecli.geometry.cells import PowerDiagram
 from saecli.geometry.references import kmeans
-from saecli.show.geometry import fill, tints
+from saecli.show.geometry import fill_cells, tints
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.5, 4.5, -4.5, 4.5)
@@ -46,7 +46,7 @@ def draw(
 ) -> None:
     """Draw the cells of a diagram under points, (M, 2); cells coloured by their site's class, (n,), if it has one."""
     cells, sites = cells_in(some, WINDOW)
-    fill(
+    fill_cells(
         axes,
         cells,
         tints(len(some.weights))[sites[:, 0] if classes is None else classes[sites[:, 0]]],

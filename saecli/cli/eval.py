@@ -103,10 +103,10 @@ def command(
         from ..show import pictures  # matplotlib takes a second to import
 
         families = {measured.subject.name: measured.family for measured in everything}
-        pictures.frontier(plot, ranked, families)
+        pictures.draw_frontier(plot, ranked, families)
         console.note(f"drew {plot}")
         if stable:
             second = plot.with_stem(f"{plot.stem}-stability")
-            pictures.stability(second, document["stability"])
+            pictures.draw_stability(second, document["stability"])
             console.note(f"drew {second}")
     console.print_result(document, *tables)

@@ -57,7 +57,8 @@ def command(
     for run in measured:
         check_cells(run.sae.activation)
     if plot is not None:
-        from ..show.geometry import draw_geometry, rows_of_slice  # matplotlib takes a second
+        from ..geometry.plane import rows_of_slice
+        from ..show.geometry import draw_geometry  # matplotlib takes a second
 
         marked = rows_of_slice(measured[0].of_store, options.get("slice", SLICE.default))
     documents = []

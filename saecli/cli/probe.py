@@ -60,8 +60,8 @@ def command(
     session = start(ctx)
     document = session.call(probe, saes=runs or [], k=k or (1, 2, 5, 16))
     if plot is not None:
-        from ..show.pictures import probes  # matplotlib takes a second to import
+        from ..show.pictures import draw_probes  # matplotlib takes a second to import
 
-        probes(plot, document)
+        draw_probes(plot, document)
         session.console.note(f"drew {plot}")
     session.console.print_result(document, *probe_tables(document))

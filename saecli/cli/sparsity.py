@@ -42,10 +42,10 @@ def command(
         for measured, counts in zip(everything, tallies, strict=True)
     ]
     if plot is not None:
-        from ..show.pictures import sparsity  # matplotlib takes a second to import
+        from ..show.pictures import draw_sparsity  # matplotlib takes a second to import
 
         session.console.note(
-            f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, documents))}"
+            f"drew {', '.join(str(path) for path, _ in draw_sparsity(plot, tallies, documents))}"
         )
     session.console.print_result(
         {"runs": documents},

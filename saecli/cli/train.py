@@ -238,11 +238,11 @@ def train_and_print(session: Session, jobs: Sequence[Job], each: bool = False) -
 
 
 def _draw_curves(folders: Sequence[Path]) -> None:
-    from ..show.pictures import loss_curves  # matplotlib takes a second to import
+    from ..show.pictures import draw_losses  # matplotlib takes a second to import
     from ..train.runs import read_metrics
 
     for folder in folders:
-        loss_curves(folder / "loss.png", folder.name, read_metrics(folder))
+        draw_losses(folder / "loss.png", folder.name, read_metrics(folder))
 
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:

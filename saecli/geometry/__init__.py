@@ -2,6 +2,7 @@
 
 geometry.py       saecli.geometry: a pass over rows (cells visited, margins, local complexity, ranks), and its document
 cells.py          a row's cell, margin and nearby boundaries; power diagrams, and a test of their theorem
+plane.py          the cells that a plane through rows meets
 references.py     FVU of k-means, the SAE and local PCA on the same rows
 """
 

@@ -15,5 +15,6 @@ endpoint.py      the server that it is behind
 labels.py        the file of labels; balanced accuracy
 read.py          the latents that fire on a text
 steer.py         text generated with latents changed
-latents.py       examples, histograms and partners of latents, for reports
+latents.py       examples, histograms and partners of latents, in one pass
+report.py        what a report shows of latents
 """

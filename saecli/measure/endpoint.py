@@ -91,10 +91,10 @@ class Endpoint:
         self.server, self._path, self.listener = server, answers, listener
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
         self._lock, self._stopping = Lock(), Event()
-        self.kept: dict[str, str] = {}  # answers, by the hash of the request
+        self.answers: dict[str, str] = {}  # by the hash of the request
         for line in answers.read_bytes().splitlines() if answers.is_file() else []:
             with suppress(ValueError):  # a line that a kill tore
-                self.kept |= parse_json(line, dict[str, str])
+                self.answers |= parse_json(line, dict[str, str])
 
     def planned(self, work: Callable[[Ask], object]) -> dict[str, int]:
         """What `work` would ask: requests, those `kept`, and the others' tokens: read (about), written (at most)."""
@@ -103,10 +103,10 @@ class Endpoint:
         def ask(chats: Sequence[Chat]) -> list[str]:
             hashes = [self.server.hash(chat) for chat in chats]
             sizes.update(zip(hashes, (sum(map(len, chat)) for chat in chats), strict=True))
-            return [self.kept.get(hash, hash) for hash in hashes]  # about as long as labels
+            return [self.answers.get(hash, hash) for hash in hashes]  # about as long as labels
 
         work(ask)
-        new = [size for hash, size in sizes.items() if hash not in self.kept]
+        new = [size for hash, size in sizes.items() if hash not in self.answers]
         return {
             "requests": len(sizes),
             "kept": len(sizes) - len(new),
@@ -117,15 +117,15 @@ class Endpoint:
     def ask(self, chats: Sequence[Chat]) -> list[str]:
         """The answer to each chat; ModelError if the server does not answer, or refuses."""
         asked = {self.server.hash(chat): chat for chat in chats}
-        new = {hash: chat for hash, chat in asked.items() if hash not in self.kept}
+        new = {hash: chat for hash, chat in asked.items() if hash not in self.answers}
         if new:
             self._ask_server(new)
-        if empty := sum(not self.kept[hash] for hash in new):
+        if empty := sum(not self.answers[hash] for hash in new):
             self.listener.warn(
                 f"{counted(empty, 'answer')} of {len(new):,} from {self.server.address} had no text: a model that "
                 f"reasons first may have used up --max-tokens {self.server.max_tokens}; give more, and run it again"
             )
-        return [self.kept[self.server.hash(chat)] for chat in chats]
+        return [self.answers[self.server.hash(chat)] for chat in chats]
 
     def _ask_server(self, chats: Mapping[str, Chat]) -> None:
         self._stopping.clear()
@@ -170,7 +170,7 @@ class Endpoint:
                 self._stopping.wait(wait)
         answer = self._text_of(response)
         with self._lock:
-            self.kept[hash] = answer
+            self.answers[hash] = answer
             if answer:  # an empty one is asked for again by the next command
                 # In one write, which begins the line: a kill or another process cannot mix it with the one before.
                 with self._path.open("ab", buffering=0) as file:
@@ -206,7 +206,7 @@ class Endpoint:
         if is_passing(error):
             return ModelError(
                 f"{server.address} gave no answer in {counted(len(WAITS) + 1, 'attempt')}: {said}; run the same "
-                f"command again to go on, {counted(len(self.kept), 'answer')} are kept"
+                f"command again to go on, {counted(len(self.answers), 'answer')} are kept"
             )
         return ModelError(
             f"{server.address} refused a request to {server.model_name}: {said}; check --endpoint, "

@@ -28,7 +28,7 @@ from ..store.split import Which
 from ..train.plan import few_documents
 from ..train.rows import ArrayLike
 from .cosines import Alignment
-from .hook_points import places_document
+from .hook_points import hook_points_document
 from .labels import shown_labels
 from .measured import ChosenRows, Measured, RowsLike, by_rows
 
@@ -56,7 +56,7 @@ def sparsity(
 
     Returns:
         `run`, `data`, `split`, the measures of `Firing.result`, among them `frequency`, the fraction of the rows on
-        which each latent fires, `dead_fraction`, for a crosscoder `places_document`, for a mixture of texts
+        which each latent fires, `dead_fraction`, for a crosscoder `hook_points_document`, for a mixture of texts
         `sources`: `Firing.result` on the rows of each, and `mainly`, the latents with `MAINLY` of their firings there
         if sources had equally many rows; without those for which equal rates give fewer than `LEAST_ROWS` firings
         elsewhere.
@@ -74,7 +74,7 @@ def sparsity_document(measured: Measured, counts: Firing, listener: Listener) ->
         document["sources"] = _firing_by_source(by_source, counts, listener)
     if labels := shown_labels(measured.subject.folder, measured.sae.d_sae):
         document["labels"] = labels
-    return document | places_document(measured, listener)
+    return document | hook_points_document(measured, listener)
 
 
 def _firing_by_source(

@@ -44,7 +44,7 @@ SHARED = 0.6  # a latent whose every share is larger than this over P is shared 
 SHRUNK, DECOUPLED = 0.2, 0.5  # Minder et al.'s thresholds
 
 
-class PlaceSums:
+class HookPointSums:
     """Sums over rows for a crosscoder's `share` and both `beta`, float64."""
 
     def __init__(self, sae: SAE) -> None:
@@ -66,7 +66,7 @@ class PlaceSums:
         self._z_error += codes.transposed_times(error)
         self._z_predicted += codes.transposed_times(predicted - self._sae.b_dec)
 
-    def result(self, spread: Spread) -> "PlaceMeasures":
+    def result(self, spread: Spread) -> "HookPointMeasures":
         """Given the spread of all rows counted."""
         places, units = self._sae.hook_columns, self._sae.normalisation.target_scale.double()
         scatter = torch.from_numpy(spread.scatter).to(units.device)
@@ -92,10 +92,10 @@ class PlaceSums:
                 beta[latents, p] = of_decoder + of_error
                 of_predicted = (d * z_predicted[latents, place]).sum(1)
                 beta_predicted[latents, p] = of_predicted / (deviation * scale)
-        return PlaceMeasures(fvu.cpu(), share.cpu(), beta.cpu(), beta_predicted.cpu())
+        return HookPointMeasures(fvu.cpu(), share.cpu(), beta.cpu(), beta_predicted.cpu())
 
 
-class PlaceMeasures(NamedTuple):
+class HookPointMeasures(NamedTuple):
     """Measures per hook point; `beta` is NaN for a latent that never fired and between hook points of unlike widths."""
 
     fvu: Tensor  # (P,)
@@ -128,7 +128,7 @@ def latent_class(
     return f"only {name}"
 
 
-def places_document(measured: Measured, listener: Listener) -> dict[str, Any]:
+def hook_points_document(measured: Measured, listener: Listener) -> dict[str, Any]:
     """What `saecli.sparsity` adds for a crosscoder, in one more pass over the rows; nothing for others.
 
     Returns:
@@ -140,7 +140,7 @@ def places_document(measured: Measured, listener: Listener) -> dict[str, Any]:
     widths = measured.sae.widths
     if not widths:
         return {}
-    sums = PlaceSums(measured.sae)
+    sums = HookPointSums(measured.sae)
     for batch in measured.inputs(listener):
         sums.update(batch)
     measures = sums.result(measured.rows.spread())
@@ -148,7 +148,7 @@ def places_document(measured: Measured, listener: Listener) -> dict[str, Any]:
     shares: list[list[float]] = share.tolist()
     nu_error = measures.nu(measures.beta).tolist()
     nu_reconstruction = measures.nu(measures.beta_predicted).tolist()
-    names, fvus = _place_names(measured), measures.fvu.tolist()
+    names, fvus = _names(measured), measures.fvu.tolist()
     exclusive = (share > EXCLUSIVE).sum(0).tolist()
     latents = zip(shares, nu_error, nu_reconstruction, strict=True)
     return {
@@ -165,7 +165,7 @@ def places_document(measured: Measured, listener: Listener) -> dict[str, Any]:
     }
 
 
-def _place_names(measured: Measured) -> list[str]:
+def _names(measured: Measured) -> list[str]:
     inputs = measured.rows.inputs
     names = [Path(str(rows.store.meta.source.get("model"))).name for rows in inputs]
     if len(set(names)) == len(measured.sae.widths):

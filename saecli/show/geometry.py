@@ -1,18 +1,11 @@
 """The picture of `sae geometry`: cells on a plane, margins, local complexity, growth of the cells visited.
 
-On a plane `o + u B`, with B orthonormal, an encoder is an encoder of two dimensions:
-
-    (o + u B) W_enc + b_enc = u (B W_enc) + (o W_enc + b_enc)
-
-so the cells that the plane meets are exactly the cells of that small SAE. Source: the paper on power diagrams as
-sections of diagrams in more dimensions. Shapes: D = d_in, F = d_sae, P pixels per side, C cells.
+Shapes: D = d_in, P pixels per side, C cells.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -25,14 +18,11 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base.errors import ConfigError
 from ..base.words import counted, number
-from ..geometry.cells import Cells, cells_of
-from ..geometry.geometry import Geometry, support_keys
-from ..geometry.references import principal_directions
+from ..geometry.cells import cells_of
+from ..geometry.geometry import Geometry
+from ..geometry.plane import Plane, PlaneCells, bounds_of, plane_cells
 from ..measure.measured import spread_out
-from ..sae.dictionary import SAE
-from ..store.reader import Rows
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
 # Lightness falls steadily, so that it reads alike in grey and for the colour-blind.
@@ -46,135 +36,21 @@ SPLIT_STYLES: tuple[dict[str, Any], ...] = (
     {"color": COLOURS[0], "alpha": 0.75},
     {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3},
 )
-PRINCIPAL_ROWS = 2048  # rows that the principal components are taken of, evenly spaced
-LATENT_PIXELS = 6 * 10**8  # F P^2 of one picture at most, some ten seconds on two cores
-BLOCK = 2**22  # pre-activations at a time, 32 MiB
-PIXELS = (240, 640)  # P at least and at most
-Window = tuple[float, float, float, float]  # left, right, bottom and top
 
 
-@dataclass(frozen=True)
-class Plane:
-    origin: Tensor  # the point with coordinates (0, 0), (D,), float64
-    basis: Tensor  # two orthonormal directions, (2, D), float64; where D = 1 the second is zero
-
-    @classmethod
-    def through(cls, rows: Tensor) -> Self:
-        """The plane through three rows, (3, D), its origin the first and its first axis towards the second; ConfigError
-        where they lie on one line."""
-        rows = rows.double()
-        sides = rows[1:] - rows[0]
-        axes, sizes = torch.linalg.qr(sides.T)
-        if sides.shape[1] < 2 or sizes.diagonal().abs().min() <= 1e-9 * sides.norm(dim=1).max():
-            raise ConfigError(
-                "the rows of --slice span no plane: expected three rows that lie on no line, got three "
-                "that do; choose others"
-            )
-        return cls(rows[0], (axes * sizes.diagonal().sign()).T)
-
-    @classmethod
-    def principal(cls, rows: NDArray[np.floating]) -> Self:
-        """The plane through the mean of rows, (M, D), along their first two principal components; for D <= 2 the space
-        itself. At most 2048 rows are used."""
-        D = rows.shape[1]
-        if D <= 2:
-            return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
-        sample = rows[:: -(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
-        mean = sample.mean(0)
-        directions = principal_directions(sample - mean)[:, :2].T
-        # Axes of the space stand in where the rows span fewer directions.
-        basis = directions if len(directions) == 2 else np.eye(2, D)
-        return cls(torch.from_numpy(mean), torch.from_numpy(basis.copy()))
-
-    def coordinates(self, x: Tensor) -> Tensor:
-        """Orthogonal projections of rows, (B, D), on the plane, (B, 2)."""
-        return (x.double() - self.origin) @ self.basis.T
-
-    def section(self, sae: SAE) -> SAE:
-        """The SAE of two dimensions that acts on the plane's coordinates; its reconstructions are projected on it."""
-        sae = sae.copy_to(torch.float64)
-        return sae.changed(
-            W_enc=self.basis @ sae.W_enc,
-            b_enc=self.origin @ sae.W_enc + sae.b_enc,
-            W_dec=sae.W_dec @ self.basis.T,
-            b_dec=(sae.b_dec - self.origin) @ self.basis.T,
-        )
-
-
-def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
-    """The rows that a picture's plane goes through, (D,) each, by their numbers in stored order, given `pca` for none,
-    three numbers, or a text such as `0,5,9`; ConfigError also where they lie on one line."""
-    if chosen == "pca":
-        return {}
-    words = chosen.split(",") if isinstance(chosen, str) else [str(number) for number in chosen]
-    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {chosen!r}")
-    numbers = [int(word) for word in words]
-    if max(numbers) >= rows.rows:
-        raise ConfigError(
-            f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
-            "choose lower numbers"
-        )
-    read = islice(chain.from_iterable(rows.sequential(1024)), max(numbers) + 1)
-    found = {number: torch.tensor(row) for number, row in enumerate(read) if number in numbers}
-    Plane.through(torch.stack([found[number] for number in numbers]))  # refused before the work
-    return {number: found[number] for number in numbers}
-
-
-def window_of(points: Tensor, held: Tensor) -> Window:
-    """A square around points on a plane, (M, 2), M > 0, less a hundredth of them on each side, and around all of
-    `held`, (any number, 2)."""
-    low, high = (torch.quantile(points, q, dim=0) for q in (0.01, 0.99))
-    low, high = torch.cat([low[None], held]).amin(0), torch.cat([high[None], held]).amax(0)
-    half = float((high - low).max()) * 0.6 or 1.0
-    x, y = ((low + high) / 2).tolist()
-    return x - half, x + half, y - half, y + half
-
-
-@dataclass(frozen=True)
-class PlaneCells:
-    window: Window  # in the plane's coordinates
-    kept: NDArray[np.int64]  # number of latents that each cell keeps, (C,)
-    labels: NDArray[np.int64]  # the cell of each pixel's centre, (P, P), the lowest row first
-
-
-@torch.no_grad()
-def plane_cells(cells: Cells, window: Window, pixels: int | None = None) -> PlaneCells:
-    """Find the cells in a window of a plane, given its partition, `cells_of(plane.section(sae))`.
-
-    P is 240 to 640, within `LATENT_PIXELS`, unless given; cells smaller than a pixel may be missed. Cost: O(F P^2).
-    """
-    P = pixels or int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS))
-    left, right, bottom, top = window
-    steps = (torch.arange(P, dtype=torch.float64) + 0.5) / P
-    x, y = left + steps * (right - left), bottom + steps * (top - bottom)
-    grid = torch.cartesian_prod(y, x).flip(1)  # (P P, 2), x fastest
-    numbers: dict[bytes, int] = {}
-    kept: list[int] = []
-    labels: list[int] = []
-    for points in grid.split(max(1, BLOCK // cells.sae.d_sae)):
-        supports = cells.supports(cells.pre_activations(points))
-        for key, size in zip(support_keys(supports), supports.sum(1).tolist(), strict=True):
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                kept.append(size)
-            labels.append(numbers[key])
-    return PlaneCells(window, np.array(kept), np.array(labels).reshape(P, P))
-
-
-def fill(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
-    """Draw the cells of a window, whose limits become the panel's; colours are RGB for each cell, (C, 3), in [0, 1]."""
+def fill_cells(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
+    """Draw cells, whose bounds become the panel's; colours are RGB for each cell, (C, 3), in [0, 1]."""
     axes.grid(False)
     axes.imshow(
-        cell_image(cells, colours), extent=cells.window, origin="lower", interpolation="nearest"
+        cell_image(cells, colours), extent=cells.bounds, origin="lower", interpolation="nearest"
     )
-    axes.set(xlim=cells.window[:2], ylim=cells.window[2:], aspect="equal")
+    axes.set(xlim=cells.bounds[:2], ylim=cells.bounds[2:], aspect="equal")
     for side in axes.spines.values():
         side.set(visible=True, linewidth=0.8, color=LINE)
 
 
 def cell_image(cells: PlaneCells, colours: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Cells as an image with dark lines between them, (P, P, 3) in [0, 1]; arguments as in `fill`."""
+    """Cells as an image with dark lines between them, (P, P, 3) in [0, 1]; arguments as in `fill_cells`."""
     labels = cells.labels
     image = colours[labels]
     edge = np.zeros(labels.shape, bool)
@@ -192,11 +68,11 @@ def tints(count: int) -> NDArray[np.float64]:
 
 def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
     """Draw the cells, coloured by the number of latents they keep; if all keep equally many, to tell them apart."""
-    if cells.kept.min() == cells.kept.max():
-        fill(axes, cells, tints(len(cells.kept)))
+    if cells.sizes.min() == cells.sizes.max():
+        fill_cells(axes, cells, tints(len(cells.sizes)))
         return
-    scale = Normalize(cells.kept.min(), cells.kept.max())
-    fill(axes, cells, SCALE(scale(cells.kept))[:, :3])
+    scale = Normalize(cells.sizes.min(), cells.sizes.max())
+    fill_cells(axes, cells, SCALE(scale(cells.sizes))[:, :3])
     bar = axes.figure.colorbar(
         ScalarMappable(scale, SCALE), ax=axes, shrink=0.75, pad=0.02, label="latents kept"
     )
@@ -263,8 +139,8 @@ def draw_cells(axes: Axes, measured: Geometry, marked: Mapping[int, Tensor]) -> 
     plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(x.numpy())
     points = plane.coordinates(x)
     marks = {row: plane.coordinates(x_row[None]) for row, x_row in marked.items()}
-    window = window_of(points, torch.cat([points[:0], *marks.values()]))
-    cells = plane_cells(cells_of(plane.section(sae)), window)
+    bounds = bounds_of(points, torch.cat([points[:0], *marks.values()]))
+    cells = plane_cells(cells_of(plane.section(sae)), bounds)
     fill_by_size(axes, cells)
     dots = scatter(axes, points.numpy(), {row: at[0].numpy() for row, at in marks.items()})
     if marked:
@@ -273,13 +149,13 @@ def draw_cells(axes: Axes, measured: Geometry, marked: Mapping[int, Tensor]) -> 
         place = "on the plane of principal components 1 and 2"
     else:
         place = "in the space of the rows"
-    if cells.kept.min() == cells.kept.max():
-        colour = f"{counted(int(cells.kept[0]), 'latent')} kept in each"
+    if cells.sizes.min() == cells.sizes.max():
+        colour = f"{counted(int(cells.sizes[0]), 'latent')} kept in each"
     else:
         colour = "colour: latents kept"
     onto = " projected onto it" if sae.d_in > 2 else ""
     axes.set(
-        title=f"{counted(len(cells.kept), 'cell')} {place}\n{colour}; dots: {counted(dots, 'row')}{onto}",
+        title=f"{counted(len(cells.sizes), 'cell')} {place}\n{colour}; dots: {counted(dots, 'row')}{onto}",
         xlabel="first axis, in units of the rows",
         ylabel="second axis, in units of the rows",
     )

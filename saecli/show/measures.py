@@ -14,7 +14,7 @@ from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import STABILITY_MEASURES
 from ..sae.metrics import DENSE_FREQUENCY
 from ..store.origin import point_words
-from .tables import METRICS, Document, records_table, spelt, table
+from .tables import METRIC_WORDS, Document, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -106,7 +106,7 @@ def together_tables(runs: Sequence[Document], effect: Document) -> list[Renderab
     """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
     title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats per token"
     meanings = "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any"
-    errors = [run | own for run, own in zip(runs, effect["runs"], strict=True)]
+    errors = [run | error for run, error in zip(runs, effect["runs"], strict=True)]
     columns = ("run", "l0", "fvu", "fvu_spliced", "fvu_clean")
     return [records_table(title, [effect], TOGETHER), records_table(meanings, errors, columns)]
 
@@ -166,7 +166,7 @@ def _listed(words: list[str]) -> str:
     return (", ".join(words[:LATENTS_LISTED]) or "none") + more
 
 
-CLASSES = {  # of a crosscoder's latents, by the heads of their columns
+LATENT_CLASSES = {  # of a crosscoder's latents, by the heads of their columns
     "only there": "only {}",
     "only by scaling": "only {} by latent scaling",
     "complete shrinkage": "looks only {}: complete shrinkage",
@@ -179,7 +179,7 @@ def places_table(run: Document) -> RenderableType:
     places, classes, labels = run["places"], run["class"], run.get("labels", {})
     rows = []
     for place in places:
-        counts = [classes.count(kind.format(place["name"])) for kind in CLASSES.values()]
+        counts = [classes.count(kind.format(place["name"])) for kind in LATENT_CLASSES.values()]
         rows.append([*(place[name] for name in ("name", "width", "fvu", "exclusive")), *counts])
     exclusive = sum(place["exclusive"] for place in places)
     title = (
@@ -192,11 +192,11 @@ def places_table(run: Document) -> RenderableType:
     for kind in sorted({*classes} - {"shared", "in between"}):
         latents = [
             f"{latent}{_after_colon(labels.get(latent))}"
-            for latent, own in enumerate(classes)
-            if own == kind
+            for latent, name in enumerate(classes)
+            if name == kind
         ]
         lines.append(f"{run['run']}: {kind}: {_listed(latents)}")
-    heads = ["hook point", "width", "fvu", "exclusive", *CLASSES]
+    heads = ["hook point", "width", "fvu", "exclusive", *LATENT_CLASSES]
     return Group(table(title, heads, rows), *lines)
 
 
@@ -289,7 +289,7 @@ def refit_table(document: Document) -> RenderableType:
         rows.append([f"factor of {target}", None, final["c"]])
     title = (
         f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
-        f"on {document['rows_test']:,} held-out rows; ridge: {METRICS[document['metric']]}"
+        f"on {document['rows_test']:,} held-out rows; ridge: {METRIC_WORDS[document['metric']]}"
     )
     return table(title, ["measure", "before", "after"], rows)
 

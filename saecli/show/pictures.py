@@ -32,8 +32,8 @@ from .style import (
 )
 from .tables import Document
 
-BINS = 40
-GROUPS = 10  # of latents of like frequency
+PICTURE_BINS = 40
+FREQUENCY_GROUPS = 10  # of latents of like frequency
 NAMED = 40  # characters of a run's name in a file name, since a whole path may be too long
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
 L0_LABEL = "active latents per row (L0)"
@@ -41,7 +41,7 @@ FVU_LABEL = "fraction of variance unexplained (FVU)"
 FREQUENCY_LABEL = "fraction of rows a latent fires on"
 
 
-def loss_curves(path: Path | None, name: str, lines: Sequence[Document]) -> Figure:
+def draw_losses(path: Path | None, name: str, lines: Sequence[Document]) -> Figure:
     """Draw FVU and L0 of a run's training batches and held-out rows by step, given its `metrics.jsonl`."""
     style = line_style(0)
     panels = {"fvu": FVU_LABEL, "l0": L0_LABEL}
@@ -84,7 +84,7 @@ def _draw_threshold(axes: Axes, x: float, words: str) -> None:
     axes.text(x, 1.0, f" {words}", transform=above, color=GREY, va="bottom", fontsize=8)
 
 
-def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
+def draw_firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
     """Draw the distributions of L0 over rows and of firing frequency over latents, given for each name the number of
     rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,)."""
     l0s = {name: np.asarray(l0) for name, (l0, _) in runs.items()}
@@ -95,7 +95,7 @@ def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -
         *left, right = drawn.subplots(1, 1 if constant else 2, squeeze=False)[0]
         for axes in left:
             for name, l0 in l0s.items():
-                rows, edges = l0_bins(l0, BINS)
+                rows, edges = l0_bins(l0, PICTURE_BINS)
                 axes.stairs(rows / max(l0.sum(), 1), edges, **styles[name], linewidth=1.6)
             axes.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -105,10 +105,10 @@ def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -
             latents = np.histogram(frequency[frequency > 0], edges)[0]
             right.stairs(latents, edges, **styles[name], linewidth=1.6)
             silent = f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
-            own_l0 = f"L0 {l0s[name].argmax()}, " if constant else ""
+            l0_words = f"L0 {l0s[name].argmax()}, " if constant else ""
             rows_counted = counted(int(l0s[name].sum()), "row")
             handles.append(Line2D([], [], **styles[name]))
-            labels.append(f"{short(name)} ({own_l0}{silent} on these {rows_counted})")
+            labels.append(f"{short(name)} ({l0_words}{silent} on these {rows_counted})")
         if not any((frequency > 0).any() for frequency in frequencies.values()):
             say_empty(right, "no latent fires")
         _draw_threshold(right, DENSE_FREQUENCY, "dense")
@@ -118,7 +118,7 @@ def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -
     return drawn
 
 
-def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
+def draw_patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
     """Draw the first 400 rows of codes, (rows, F), as an image, the most frequent latents first."""
     size = np.abs(np.asarray(codes)[:PATTERN_ROWS])
     rows, d_sae = size.shape
@@ -153,7 +153,7 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
     return drawn
 
 
-def sparsity(
+def draw_sparsity(
     path: Path | None, tallies: Sequence[Firing], runs: Sequence[Document]
 ) -> list[tuple[Path | None, Figure]]:
     """Draw histograms of L0 and of frequencies to `path`, for each run the codes of its first rows, and for each
@@ -162,7 +162,7 @@ def sparsity(
         run["run"]: (tally.l0_histogram, tally.frequency)
         for run, tally in zip(runs, tallies, strict=True)
     }
-    drawn = [(path, firing(path, histograms))]
+    drawn = [(path, draw_firing(path, histograms))]
 
     def path_of(kind: str, name: str) -> Path | None:
         if path is None:
@@ -175,15 +175,17 @@ def sparsity(
 
     for run, tally in zip(runs, tallies, strict=True):
         name = run["run"]
-        own = path_of("patterns", name)
-        drawn.append((own, patterns(own, tally.patterns, name)))
+        chosen = path_of("patterns", name)
+        drawn.append((chosen, draw_patterns(chosen, tally.patterns, name)))
         if "places" in run:
-            own = path_of("places", name)
-            drawn.append((own, hook_points(own, run)))
+            chosen = path_of("places", name)
+            drawn.append((chosen, draw_hook_points(chosen, run)))
     return drawn
 
 
-def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str, str]) -> Figure:
+def draw_frontier(
+    path: Path | None, runs: Sequence[Document], families: Mapping[str, str]
+) -> Figure:
     """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
     with one marker and joined; runs with a measure that is not finite are left out."""
     numbers = numbered(run["run"] for run in runs)
@@ -194,8 +196,8 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
     markers = {family: marker(index) for index, family in enumerate(members)}
     with figure(path, 6.5, 4.5) as drawn:
         axes = drawn.subplots()
-        for own in members.values():
-            points = sorted((run["l0"], run["fvu"]) for run in own)
+        for alike in members.values():
+            points = sorted((run["l0"], run["fvu"]) for run in alike)
             axes.plot(*zip(*points, strict=True), color=GREY, linewidth=0.8, alpha=0.5)
         handles, labels = [], []
         for number, run in enumerate(runs, 1):
@@ -240,20 +242,20 @@ def frontier(path: Path | None, runs: Sequence[Document], families: Mapping[str,
     return drawn
 
 
-def probes(path: Path | None, document: Document) -> Figure:
+def draw_probes(path: Path | None, document: Document) -> Figure:
     """Draw the document of `saecli.probe`: the AUC against the number of latents, and set by set against the dense
     probe's, which is dotted: grey, or in the colours of runs at several hook points."""
     runs = document["runs"]
     of_run = [[line for line in document["probes"] if line["run"] == run["run"]] for run in runs]
     counts = [line["k"] for line in of_run[0]]
-    one_place = len({(run["layer"], run["site"]) for run in runs}) == 1
+    is_one_place = len({(run["layer"], run["site"]) for run in runs}) == 1
     numbers = numbered(run["run"] for run in runs)
     lowest = min([0.5, *(line["auc"] for line in document["by_set"])]) - 0.02
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
-        for run in runs[:1] if one_place else runs:
+        for run in runs[:1] if is_one_place else runs:
             (mean,), (low,), (high,) = _auc_ends(probes_of(document["probes"], run, None))
-            dense_colour = GREY if one_place else colour(numbers[run["run"]])
+            dense_colour = GREY if is_one_place else colour(numbers[run["run"]])
             left.axhspan(low, high, color=dense_colour, alpha=0.12, linewidth=0)
             left.axhline(mean, color=dense_colour, linestyle=":")
         handles = []
@@ -296,7 +298,7 @@ def _auc_ends(lines: Sequence[Document]) -> NDArray[np.float64]:
     return np.array(ends)
 
 
-def stability(path: Path | None, document: Document) -> Figure:
+def draw_stability(path: Path | None, document: Document) -> Figure:
     """Draw the document of `saecli.stability`, of runs with rows: |cosine| of latents with their counterparts in other
     runs, and the fraction of runs they are matched in against their frequency: a point is the median frequency and mean
     match fraction of about a tenth of a run's firing latents."""
@@ -308,7 +310,7 @@ def stability(path: Path | None, document: Document) -> Figure:
             style = line_style(numbers[run["run"]])
             names = ("cosine", "match_fraction", "frequency")
             cosine, matched, frequency = (np.array(run[name], float) for name in names)
-            counts, edges = np.histogram(cosine[~np.isnan(cosine)], BINS, (0, 1))
+            counts, edges = np.histogram(cosine[~np.isnan(cosine)], PICTURE_BINS, (0, 1))
             fractions = counts / max(len(cosine), 1)
             left.stairs(fractions, edges, **style, linewidth=1.6)
             groups = _groups(frequency)
@@ -342,16 +344,16 @@ def stability(path: Path | None, document: Document) -> Figure:
 
 
 def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    """The latents that fire, in at most `GROUPS` quantile groups by frequency."""
+    """The latents that fire, in at most `FREQUENCY_GROUPS` quantile groups by frequency."""
     fires = np.flatnonzero(frequency > 0)
     if not len(fires):
         return []
-    edges = np.unique(np.quantile(frequency[fires], np.linspace(0, 1, GROUPS + 1)))
+    edges = np.unique(np.quantile(frequency[fires], np.linspace(0, 1, FREQUENCY_GROUPS + 1)))
     group = np.digitize(frequency[fires], edges[1:-1])
     return [fires[group == number] for number in np.unique(group)]
 
 
-def hook_points(path: Path | None, run: Document) -> Figure:
+def draw_hook_points(path: Path | None, run: Document) -> Figure:
     """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, and at the one where a latent is
     largest its nu^epsilon elsewhere; hollow where other latents carry it (nu^r)."""
     fraction = np.array(run["share"], float)
@@ -360,13 +362,13 @@ def hook_points(path: Path | None, run: Document) -> Figure:
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         for index, place in enumerate(run["places"]):
-            latents, edges = np.histogram(fraction[:, index], BINS, (0, 1))
+            latents, edges = np.histogram(fraction[:, index], PICTURE_BINS, (0, 1))
             label = short(place["name"])
             left.stairs(latents, edges, color=colour(index), linewidth=1.6, label=label)
-            own = (largest == index) & np.isfinite(nu)
-            faces = np.where(carried[own] > DECOUPLED, "none", colour(index)).tolist()
+            here = (largest == index) & np.isfinite(nu)
+            faces = np.where(carried[here] > DECOUPLED, "none", colour(index)).tolist()
             shape = {"s": 14, "linewidths": 0.8, "edgecolors": colour(index)}
-            right.scatter(fraction[own, index], nu[own], facecolors=faces, **shape)
+            right.scatter(fraction[here, index], nu[here], facecolors=faces, **shape)
         left.set(xlabel="fraction of a latent's decoder norm", ylabel="latents", xlim=(0, 1))
         left.legend(fontsize=8)
         if np.isfinite(nu).any():

@@ -18,7 +18,7 @@ from .measures import labelled
 from .report import page_of
 from .tables import Document, table
 
-SCRIPTS = ("dom.js", "prompt.js")
+PROMPT_SCRIPTS = ("dom.js", "prompt.js")
 TOKENS_LISTED, PEAKS_LISTED, TOKEN_WIDTH = 200, 10, 18
 PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pages
 
@@ -26,7 +26,7 @@ PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pa
 def write_prompt_page(path: Path, document: Document) -> None:
     """A page that holds the document, whose latents should be those that its tokens list."""
     shown = {**document, "model": without_folders(document["model"])}
-    page = page_of("read", f"{document['run']}: a prompt", SCRIPTS, shown)
+    page = page_of("read", f"{document['run']}: a prompt", PROMPT_SCRIPTS, shown)
     with appearing_whole(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 
@@ -69,7 +69,7 @@ def _heading(document: Document) -> Text:
 
 
 def _token_line(position: int, token: Document) -> Text:
-    latents = [f"{one['latent']} ({one['code']:.3g})" for one in token["latents"]]
+    latents = [f"{entry['latent']} ({entry['code']:.3g})" for entry in token["latents"]]
     words = "  ".join(["special"] if token["special"] else latents)
     line = f"{position:>5}  {set_cell_size(_alone(token['text']), TOKEN_WIDTH)}  {words}"
     return Text(line, style="dim" if token["special"] else "", no_wrap=True)

@@ -23,7 +23,7 @@ MARKERS = "osD^vPXp"
 GREY = "#666666"
 
 # No date and no random identifiers: the same data gives the same file.
-FORMATS: dict[str, dict[str, Any]] = {
+PICTURE_FORMATS: dict[str, dict[str, Any]] = {
     ".png": {},
     ".pdf": {"CreationDate": None},
     ".svg": {"Date": None},
@@ -56,10 +56,10 @@ NAME_WIDTH = 40  # letters of a run's name in a legend
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a picture's path whose ending is not in `FORMATS`, before the work is done."""
-    if path.suffix.lower() not in FORMATS:
+    """Refuse a picture's path whose ending is not in `PICTURE_FORMATS`, before the work is done."""
+    if path.suffix.lower() not in PICTURE_FORMATS:
         raise ConfigError(
-            f"cannot draw --plot {path}: a picture's name ends in {', '.join(FORMATS)}; choose another"
+            f"cannot draw --plot {path}: a picture's name ends in {', '.join(PICTURE_FORMATS)}; choose another"
         )
 
 
@@ -80,7 +80,7 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
         suffix = path.suffix.lower()
         with appearing_whole(path) as temporary, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn for it
-            drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
+            drawn.savefig(temporary, format=suffix[1:], metadata=PICTURE_FORMATS[suffix])
 
 
 def numbered(names: Iterable[str]) -> dict[str, int]:

@@ -14,9 +14,9 @@ from ..base.home import Home
 from ..base.words import counted, number, numbers_in_words, printable, size_words
 
 Document = Mapping[str, Any]  # what measure, geometry and others return, or a part of it
-LONG = 24  # characters of a word that is folded rather than leave other columns no room
-METRICS = {"raw": "raw rows", "training": "metric of training"}
-WHOLE = 16  # characters of a cell that is not folded, such as a size or a time
+LONG_WORD = 24  # characters of a word that is folded rather than leave other columns no room
+METRIC_WORDS = {"raw": "raw rows", "training": "metric of training"}
+WHOLE_CELL = 16  # characters of a cell that is not folded, such as a size or a time
 
 
 def table(
@@ -60,7 +60,10 @@ class _Columns:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         words = [_longest_word(column) for column in self.columns]
-        least = [min(words[0], options.max_width - LONG), *(min(word, LONG) for word in words[1:])]
+        least = [
+            min(words[0], options.max_width - LONG_WORD),
+            *(min(word, LONG_WORD) for word in words[1:]),
+        ]
         left = options.max_width - 1 - sum(3 + width for width in least)
         if left < 0 and len(least) > 2:
             half = (len(least) + 2) // 2
@@ -88,14 +91,14 @@ def _longest_word(column: Sequence[Text]) -> int:
     head, *cells = (cell.plain for cell in column)
     words = head.split()
     for cell in cells:
-        words += [cell] if len(cell) <= WHOLE else cell.split()
+        words += [cell] if len(cell) <= WHOLE_CELL else cell.split()
     return max(map(cell_len, words), default=0)
 
 
 # Most wanted first: on a narrow terminal the last ones stand in a table below.
 STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created")
 RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "created", "data", "bytes")
-HEADS = {"bytes": "size", "created": "begun, UTC"}
+LISTING_HEADS = {"bytes": "size", "created": "begun, UTC"}
 
 
 def stored_tables(document: Document) -> list[RenderableType]:
@@ -169,7 +172,7 @@ def listing_tables(document: Document) -> list[RenderableType]:
 
 
 def _listing(title: str, columns: Sequence[str], entries: Sequence[Document]) -> RenderableType:
-    heads = [HEADS.get(column, column) for column in columns]
+    heads = [LISTING_HEADS.get(column, column) for column in columns]
     rows = [[entry["name"], *(_listed(entry, column) for column in columns)] for entry in entries]
     return table(title, ["name", *heads], rows)
 
@@ -192,7 +195,7 @@ RESULTS = {
     "dead": "dead latents",
 }
 
-FIGURES = {
+RUN_FIGURES = {
     "run": "run",
     "epochs": "epochs",
     "steps": "steps",
@@ -245,7 +248,7 @@ def figures_table(documents: Sequence[Document]) -> RenderableType:
         document | document["final"] | {"seconds": round(document["seconds"])}
         for document in documents
     ]
-    return records_table(None, lines, FIGURES)
+    return records_table(None, lines, RUN_FIGURES)
 
 
 def _median_line(label: str, measures: Document) -> list[Any]:
@@ -296,7 +299,7 @@ def _reference_lines(references: Document) -> list[list[Any]]:
     measured = f"{counted(references['rows_measured'], 'row')}, as the others"
     if not references["held_out"]:
         measured += "; rows fitted on are among them"
-    metric = METRICS[references["metric"]]
+    metric = METRIC_WORDS[references["metric"]]
     return [
         [f"FVU of k-means, {metric}", references["kmeans_fvu"], f"{kmeans}, {fitted}"],
         [f"FVU of the SAE, {metric}", references["sae_fvu"], measured],

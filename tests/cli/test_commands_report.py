@@ -12,7 +12,7 @@ from model_hub import ModelHub
 from reports import (
     NASTY,
     WORDS,
-    WindowTokens,
+    Texts,
     index_of,
     make_text_run,
     make_text_store,
@@ -22,10 +22,11 @@ from reports import (
 
 import saecli
 from saecli.measure.latents import LEAST_TOGETHER, bin_edges
+from saecli.measure.report import SAMPLED_TEXTS
 from saecli.model.names import TINY_GEMMA2
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
-from saecli.show.report import SAMPLES, write_pages
+from saecli.show.report import write_pages
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import directions_of
 from saecli.train.runs import read_metrics
@@ -40,13 +41,11 @@ def for_latents(*latents: int) -> list[str]:
     return [word for latent in latents for word in ("--latent", str(latent))]
 
 
-def codes_of(texts: WindowTokens, sae: SAE) -> np.ndarray:
+def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
     return sae.copy_to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
 
 
-def assert_shows(
-    example: dict, texts: WindowTokens, codes: np.ndarray, latent: int, scale: float
-) -> None:
+def assert_shows(example: dict, texts: Texts, codes: np.ndarray, latent: int, scale: float) -> None:
     """An example has the tokens and codes of its document, the latter to half a step of `scale`."""
     rows = slice(30 * example["document"], 30 * example["document"] + 30)
     assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
@@ -100,7 +99,7 @@ def test_pages_show_strongest_and_random_texts_and_partners(
     for latent, page in pages.items():
         documents = [example["document"] for example in page["samples"]]
         firing = set(np.flatnonzero(codes[:, latent]) // 30)
-        assert len(documents) == len(set(documents)) == min(SAMPLES, len(firing))
+        assert len(documents) == len(set(documents)) == min(SAMPLED_TEXTS, len(firing))
         chosen.add(tuple(sorted(documents)))
         for example in page["samples"]:
             assert_shows(example, texts, codes, latent, page["scale"])

@@ -220,7 +220,7 @@ def test_a_killed_process_goes_on_where_it_was(
             time.sleep(0.05)
             gate.release()
     assert process.returncode == -stop
-    kept = len(endpoint(served, tmp_path).kept)
+    kept = len(endpoint(served, tmp_path).answers)
     assert 4 <= kept < 12
     if stop == signal.SIGINT:
         assert kept == len(served.asked)

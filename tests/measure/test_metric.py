@@ -17,7 +17,7 @@ from saecli.base.errors import ConfigError
 from saecli.derive.refit import refit_decoder
 from saecli.geometry.references import measure_references
 from saecli.measure.cosines import neighbours
-from saecli.measure.hook_points import PlaceSums
+from saecli.measure.hook_points import HookPointSums
 from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
@@ -247,7 +247,7 @@ def test_a_crosscoders_shares_and_scaling_are_of_normalised_rows() -> None:
     sae.scale = scale.repeat(2)
     measures = []
     for each, own in ((raw, x / SCALE), (sae, x)):
-        sums = PlaceSums(each)
+        sums = HookPointSums(each)
         sums.update(torch.from_numpy(own).float())
         measures.append(sums.result(Spread.measured([own], 8)))
     for name in ("share", "beta", "beta_predicted"):

@@ -10,7 +10,7 @@ from launching import captured
 import saecli
 from saecli.sae.activations import TopK
 from saecli.show.drawing import PICTURES
-from saecli.show.pictures import loss_curves
+from saecli.show.pictures import draw_losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = ("train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2")
@@ -38,7 +38,7 @@ def test_pictures_are_figures_and_no_file_is_written(
     for seed in "0", "1":
         sae(*TRAIN, "--seed", seed, "--name", seed)
     # Tests of training have a stand-in.
-    monkeypatch.setattr("saecli.show.pictures.loss_curves", loss_curves)
+    monkeypatch.setattr("saecli.show.pictures.draw_losses", draw_losses)
     home = {"home": sae.home}
     expected = {"loss": 2, "frontier": 1, "sparsity": 3, "stability": 1}
     drawn = {picture: saecli.draw(picture, "0", "1", **home) for picture in expected}

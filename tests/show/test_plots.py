@@ -15,12 +15,12 @@ from saecli.base.errors import ConfigError
 from saecli.show.measures import l0_bins
 from saecli.show.pictures import (
     FVU_LABEL,
-    firing,
-    frontier,
-    loss_curves,
-    patterns,
-    probes,
-    stability,
+    draw_firing,
+    draw_frontier,
+    draw_losses,
+    draw_patterns,
+    draw_probes,
+    draw_stability,
 )
 from saecli.show.style import COLOURS
 
@@ -60,25 +60,25 @@ def legend_of(figure: Figure) -> list[str]:
 ALONE = ("one", 32.0, 0.2, "relu")
 NO_FVU = ("one", 32.0, float("nan"), "relu")
 DRAW: dict[str, tuple[Any, ...]] = {  # the function, and its arguments after the path
-    "loss curves": (loss_curves, "one", LINES),
-    "loss curves of no number": (loss_curves, "one", [NO_NUMBER]),
-    "loss curves of one point": (loss_curves, "one", LINES[:1]),
-    "loss curves of a perfect run": (loss_curves, "one", [PERFECT]),
-    "firing": (firing, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}),
-    "firing of none": (firing, {}),
-    "firing of silent latents": (firing, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
-    "patterns": (patterns, torch.eye(5)[:, :3] - 0.5, "one"),
-    "patterns of no rows": (patterns, torch.zeros(0, 7), "one"),
-    "patterns of silent latents": (patterns, np.zeros((4, 7)), "one"),
-    "patterns of many latents": (patterns, np.eye(50, 4000), "one"),
-    "frontier": (frontier, *compared(ALONE, ("two", 500.0, 0.01, "topk"))),
-    "frontier of one": (frontier, *compared(ALONE)),
-    "frontier of none": (frontier, *compared()),
-    "frontier of no number": (frontier, *compared(NO_FVU, ("two", 0.0, 0.0, "relu"))),
-    "stability": (stability, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))),
-    "stability of none": (stability, matched()),
-    "stability of silent latents": (stability, matched(([0.5, 0.1], [0, 0], [0, 0]))),
-    "stability of no counterparts": (stability, matched(([None], [0], [0.5]))),
+    "loss curves": (draw_losses, "one", LINES),
+    "loss curves of no number": (draw_losses, "one", [NO_NUMBER]),
+    "loss curves of one point": (draw_losses, "one", LINES[:1]),
+    "loss curves of a perfect run": (draw_losses, "one", [PERFECT]),
+    "firing": (draw_firing, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}),
+    "firing of none": (draw_firing, {}),
+    "firing of silent latents": (draw_firing, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
+    "patterns": (draw_patterns, torch.eye(5)[:, :3] - 0.5, "one"),
+    "patterns of no rows": (draw_patterns, torch.zeros(0, 7), "one"),
+    "patterns of silent latents": (draw_patterns, np.zeros((4, 7)), "one"),
+    "patterns of many latents": (draw_patterns, np.eye(50, 4000), "one"),
+    "frontier": (draw_frontier, *compared(ALONE, ("two", 500.0, 0.01, "topk"))),
+    "frontier of one": (draw_frontier, *compared(ALONE)),
+    "frontier of none": (draw_frontier, *compared()),
+    "frontier of no number": (draw_frontier, *compared(NO_FVU, ("two", 0.0, 0.0, "relu"))),
+    "stability": (draw_stability, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))),
+    "stability of none": (draw_stability, matched()),
+    "stability of silent latents": (draw_stability, matched(([0.5, 0.1], [0, 0], [0, 0]))),
+    "stability of no counterparts": (draw_stability, matched(([None], [0], [0.5]))),
 }
 
 
@@ -100,7 +100,7 @@ def test_the_ending_is_the_format_and_the_same_data_the_same_file(
 ) -> None:
     first, second = tmp_path / "new" / f"first{suffix}", tmp_path / f"second{suffix.upper()}"
     for path in (first, second):
-        loss_curves(path, "one", LINES)
+        draw_losses(path, "one", LINES)
     assert first.read_bytes().startswith(MAGIC[suffix])
     assert first.read_bytes() == second.read_bytes()
 
@@ -110,7 +110,7 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"cannot draw --plot "):
-        frontier(tmp_path / name, [], {})
+        draw_frontier(tmp_path / name, [], {})
     assert not list(tmp_path.iterdir())
 
 
@@ -118,7 +118,7 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(
 @pytest.mark.parametrize("suffix", MAGIC)
 def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_path: Path) -> None:
     names = ["_hidden", "$x^2$ $\\frac{$", "\\$y$", "f\udcff\u202e\0", "日本 😀"]
-    firing(tmp_path / f"x{suffix}", dict.fromkeys(names, (np.array([3, 4]), np.array([0.5]))))
+    draw_firing(tmp_path / f"x{suffix}", dict.fromkeys(names, (np.array([3, 4]), np.array([0.5]))))
     (legend,) = drawn[0].legends
     shown = [text.get_text() for text in legend.get_texts()]
     assert not any(map(is_math_text, shown))
@@ -127,7 +127,7 @@ def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_
         f"{name} (0 of 1 silent on these 7 rows)" for name in expected
     ]
     for name in names:
-        patterns(tmp_path / f"x{suffix}", np.eye(3), name)
+        draw_patterns(tmp_path / f"x{suffix}", np.eye(3), name)
     if suffix == ".svg":
         ElementTree.parse(tmp_path / "x.svg")
 
@@ -135,7 +135,7 @@ def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_
 def test_loss_curves_draw_each_measure_against_its_own_steps(
     drawn: list[Figure], tmp_path: Path
 ) -> None:
-    loss_curves(tmp_path / "x.png", "one", LINES)
+    draw_losses(tmp_path / "x.png", "one", LINES)
     lines = [line for axes in drawn[0].axes for line in axes.lines]
     assert [list(line.get_xdata()) for line in lines] == [[20, 40], [40]] * 2
     assert [list(line.get_ydata()) for line in lines] == [[0.5, 0.25], [0.3], [30, 20], [21]]
@@ -156,7 +156,7 @@ def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(
     drawn: list[Figure], tmp_path: Path
 ) -> None:
     frequency = np.array([0, 0, 1e-4, 0.01, 0.5, 1.0])
-    firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
+    draw_firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
     assert legend_of(drawn[0]) == ["one (2 of 6 silent on these 7 rows)"]
     bars = drawn[0].axes[1].patches[0].get_data()
     assert (bars.values.sum(), bars.edges[0], bars.edges[-1]) == (4, pytest.approx(1e-4), 1)
@@ -166,7 +166,7 @@ def test_patterns_show_sizes_with_the_most_frequent_latents_first(
     drawn: list[Figure], tmp_path: Path
 ) -> None:
     codes = np.array([[0, -1, 2, 0], [0, 0, 3, 0], [0, 0, 4, 5]])
-    patterns(tmp_path / "x.png", codes, "one")
+    draw_patterns(tmp_path / "x.png", codes, "one")
     np.testing.assert_array_equal(
         drawn[0].axes[0].images[0].get_array(), np.abs(codes[:, [2, 1, 3]])
     )
@@ -179,7 +179,7 @@ def test_frontier_draws_each_run_and_joins_families(drawn: list[Figure], tmp_pat
         ("c", 20.0, 0.25, "relu"),
         ("d", 5.0, 0.3, "relu"),
     )
-    frontier(tmp_path / "x.png", *compared(*runs))
+    draw_frontier(tmp_path / "x.png", *compared(*runs))
     lines = drawn[0].axes[0].lines
     shown = {
         (line.get_xdata()[0], line.get_ydata()[0]): line
@@ -201,9 +201,9 @@ def test_frontier_draws_each_run_and_joins_families(drawn: list[Figure], tmp_pat
 
 def test_a_run_has_one_colour_in_all_pictures_of_the_same_runs(drawn: list[Figure]) -> None:
     counts = (np.array([3, 4]), np.array([0.5]))
-    firing(None, {"b": counts, "a": counts})
-    frontier(None, *compared(("a", 4.0, 0.2, "relu"), ("b", 5.0, 0.3, "relu")))
-    frontier(None, *compared(("b", 4.0, 0.2, "relu"), ("a", 5.0, 0.3, "relu")))
+    draw_firing(None, {"b": counts, "a": counts})
+    draw_frontier(None, *compared(("a", 4.0, 0.2, "relu"), ("b", 5.0, 0.3, "relu")))
+    draw_frontier(None, *compared(("b", 4.0, 0.2, "relu"), ("a", 5.0, 0.3, "relu")))
     colours = []
     for figure in drawn:
         handles = figure.legends[0].legend_handles
@@ -220,7 +220,7 @@ def test_a_frontier_of_near_runs_shows_them_apart_and_of_far_ones_begins_at_zero
 ) -> None:
     near, far = (("a", 16.0, 0.31), ("b", 16.0, 0.28)), (("a", 4.0, 0.9), ("b", 16.0, 0.28))
     for runs in (near, far):
-        frontier(None, *compared(*((*run, "topk") for run in runs)))
+        draw_frontier(None, *compared(*((*run, "topk") for run in runs)))
     (low_l0, high_l0), (low, high) = (
         getattr(drawn[0].axes[0], f"get_{which}lim")() for which in "xy"
     )
@@ -231,10 +231,10 @@ def test_a_frontier_of_near_runs_shows_them_apart_and_of_far_ones_begins_at_zero
 
 def test_a_constant_l0_is_said_and_has_no_panel(drawn: list[Figure]) -> None:
     lines = [line | {name: 16.0 for name in line if name.endswith("l0")} for line in LINES]
-    loss_curves(None, "one", lines)
+    draw_losses(None, "one", lines)
     assert [axes.get_ylabel() for axes in drawn[0].axes] == [FVU_LABEL]
     assert drawn[0].get_suptitle() == "one, L0 16 at every step"
-    firing(
+    draw_firing(
         None, {"one": (np.array([0, 0, 7]), np.array([0.5])), "two": (np.array([0, 5]), np.ones(1))}
     )
     assert [axes.get_ylabel() for axes in drawn[1].axes] == ["latents"]
@@ -246,7 +246,7 @@ def test_stability_draws_cosines_and_match_fractions_by_frequency(
 ) -> None:
     frequency = np.repeat([0, 0.01, 0.02, 0.5], [5, 30, 30, 40])
     often = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
-    stability(
+    draw_stability(
         tmp_path / "x.png", matched(([*np.linspace(0, 1, 100), *[None] * 5], often, frequency))
     )
     left, right = drawn[0].axes
@@ -273,7 +273,7 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
         "probes": [dict(zip(columns, mean, strict=True)) | place for mean in means],
         "by_set": [{"run": run, **place, "k": run and 16, "auc": auc} for run, auc in aucs_of],
     }
-    probes(tmp_path / "probes.svg", document)
+    draw_probes(tmp_path / "probes.svg", document)
     left, right = drawn[0].axes
     curves = [container.lines[0] for container in left.containers]
     assert [list(line.get_ydata()) for line in curves] == [[0.6, 0.8], [0.7, 0.7]]

@@ -15,8 +15,8 @@ from sklearn.decomposition import PCA
 
 from saecli.base.errors import ConfigError
 from saecli.geometry.cells import cells_of
+from saecli.geometry.plane import Plane, bounds_of, plane_cells
 from saecli.sae.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
-from saecli.show.geometry import Plane, plane_cells, window_of
 from saecli.store.split import is_test
 
 CORNERS = (0, 7, 5)
@@ -87,11 +87,11 @@ def test_pixels_lie_in_the_cells_of_the_sae(activation: Activation) -> None:
     drawn = plane_cells(section, WINDOW, 40)
     supports = (sae.encode(torch.from_numpy(pixel_centres(40))) != 0).numpy()
     _, first, expected = np.unique(supports, axis=0, return_index=True, return_inverse=True)
-    assert len(drawn.kept) == len(first) > 5
+    assert len(drawn.sizes) == len(first) > 5
     assert len(set(zip(drawn.labels.ravel().tolist(), expected.tolist(), strict=True))) == len(
         first
     )
-    np.testing.assert_array_equal(drawn.kept[drawn.labels.ravel()], supports.sum(1))
+    np.testing.assert_array_equal(drawn.sizes[drawn.labels.ravel()], supports.sum(1))
 
 
 @given(cases(shapes=("plain", "uneven")), st.integers(0, 2**32))
@@ -159,10 +159,10 @@ def test_rows_that_span_no_plane_still_get_one(rows: np.ndarray) -> None:
 def test_the_window_is_a_square_that_holds_most_rows_and_every_corner() -> None:
     points = torch.from_numpy(np.random.default_rng(0).normal(size=(1000, 2)) * [5, 1])
     corners = torch.tensor([[0.0, 40.0]]).double()
-    left, right, bottom, top = window_of(points, corners)
+    left, right, bottom, top = bounds_of(points, corners)
     assert right - left == pytest.approx(top - bottom)
     held = (points > torch.tensor([left, bottom])) & (points < torch.tensor([right, top]))
     assert held.all(1).double().mean() > 0.95
     assert left < 0 < right
     assert bottom < 40 < top
-    assert window_of(torch.ones(3, 2).double(), torch.empty(0, 2)) == (0, 2, 0, 2)
+    assert bounds_of(torch.ones(3, 2).double(), torch.empty(0, 2)) == (0, 2, 0, 2)

@@ -25,7 +25,7 @@ from storing import collect
 
 import saecli
 from saecli.base.errors import ConfigError
-from saecli.measure.hook_points import PlaceMeasures, PlaceSums, latent_class
+from saecli.measure.hook_points import HookPointMeasures, HookPointSums, latent_class
 from saecli.sae.activations import ACTIVATIONS, Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
 from saecli.store.joined import Joined
@@ -297,7 +297,7 @@ def test_the_decoder_step_has_a_quadratic_with_the_value_and_slope_of_l1():
 def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
     sae = crosscoder((4, 4))
     x = normal(200, 8, seed=2) * 2 + 1
-    sums = PlaceSums(sae)
+    sums = HookPointSums(sae)
     for batch in x.split(37):
         sums.update(batch)
     fvu, share, beta, carried = sums.result(Spread.of(x.numpy().copy()))
@@ -333,7 +333,7 @@ def test_classes_are_told_by_norms_and_then_by_both_scalings():
         assert latent_class(["a", "b"], shares, nu_error, nu_reconstruction) == expected
     beta = torch.tensor([[0.5, 2.0, 0.1], [torch.nan] * 3])
     share = torch.tensor([[0.2, 0.5, 0.3]] * 2)
-    nu = PlaceMeasures(torch.zeros(3), share, beta, beta).nu(beta)
+    nu = HookPointMeasures(torch.zeros(3), share, beta, beta).nu(beta)
     assert nu[0] == 0.25 and nu[1].isnan()
 
 

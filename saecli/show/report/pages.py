@@ -1,61 +1,84 @@
-"""The pages. The first: the run, its measures, firing frequencies, a table of all latents. Then those of chosen
-latents, several per file.
+"""The pages' content, made of a `LatentReport`. The first: the run, its measures, firing frequencies, a table of all
+latents. Then those of chosen latents, several per file.
 
 Shapes: F = d_sae, C chosen latents, N examples, T tokens.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...base.console import Listener
 from ...extract.chats import ROLES
-from ...measure.cosines import neighbours
-from ...measure.latents import NOT_STORED, LatentSurvey, bin_edges
+from ...measure.latents import NOT_STORED, bin_edges
 from ...measure.measured import Measured
+from ...measure.report import FEWEST_ROWS, LatentReport, interest, peak_agreement
 from ...model.tokenizer import characters
 from ...sae.metrics import DENSE_FREQUENCY
-from ..measures import frequency_edges, l0_bins
-from ..tables import Document
+from ...store.origin import point_words, without_folders
+from ..measures import curve, frequency_edges, l0_bins
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
-    from ...model.tokenizer import TokenTexts
-    from ...model.unembedding import OutputTokens, Unembedding
-
-FEWEST_ROWS = 10  # of a latent with an interest
 L0_BINS = 40
+PER_FILE = 16  # latents per file of about 60 KB
+LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's largest
+SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
+SHORT = 24  # letters of a token in the table
+LISTED_TOKENS = 4
 
 
-def overview(
-    heading: Document, measures: Document, survey: LatentSurvey, notes: Sequence[str]
-) -> dict[str, Any]:
-    """The first page's content, without the columns of its table that `details` fills.
-
-    `heading` has the entries below the title, `notes` sentences on missing content.
-    """
+def overview(report: LatentReport, pages: "LatentPages", neuronpedia: str | None) -> dict[str, Any]:
+    """The first page's content; `neuronpedia` is the SAE's name there."""
+    survey, d_sae = report.survey, report.run.sae.d_sae
     firing = survey.firing.result()
     frequency = np.array(firing.pop("frequency"))
+    latents = {
+        "frequency": rounded(frequency),
+        "mean": rounded(survey.magnitudes.means),
+        "largest": rounded(survey.magnitudes.largest),
+        **pages.columns(),
+    }
+    if report.labels:
+        latents["label"] = [report.labels.get(latent) for latent in range(d_sae)]
     return {
-        "heading": dict(heading),
-        "measures": dict(measures),
+        "heading": _heading(report.run, neuronpedia),
+        "measures": report.measures,
         "firing": firing,
-        "notes": list(notes),
+        "notes": report.notes,
         "dense": DENSE_FREQUENCY,
         "fewest": FEWEST_ROWS,
         "l0": _bins(*l0_bins(survey.firing.l0_histogram.numpy(), L0_BINS)),
         "frequency": _bins(*np.histogram(frequency[frequency > 0], frequency_edges(frequency))),
         "edges": bin_edges().tolist(),
-        "latents": {
-            "frequency": rounded(frequency),
-            "mean": rounded(survey.magnitudes.means),
-            "largest": rounded(survey.magnitudes.largest),
+        "latents": latents,
+        "training": {  # FVU by step
+            name: [point for point in curve(report.logged, f"{of}_fvu") if point[1] > 0]
+            for name, of in (("batches", "batch"), ("held_out", "test"))
         },
+    }
+
+
+def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
+    sae, source = run.sae, run.saved.origin | run.store.meta.source
+    if inputs := run.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
+        names = [
+            f"{point_words(place.get('layer'), place['site'])} of "
+            + Path(place.get("model", source.get("model"))).name
+            for place in inputs
+        ]
+        source = {"model": " + ".join(names)}
+    hook_point = {name: without_folders(source.get(name)) for name in ("model", "layer", "site")}
+    return {
+        **run.heading,
+        "neuronpedia": neuronpedia and f"https://www.neuronpedia.org/{neuronpedia}",
+        "activation": sae.activation.name,
+        "d_in": sae.d_in,
+        "d_sae": sae.d_sae,
+        **{name: value for name, value in hook_point.items() if value is not None},
     }
 
 
@@ -68,59 +91,19 @@ def _bins(counts: np.ndarray, edges: np.ndarray) -> dict[str, list[float]]:
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
-NEIGHBOURS, OUTPUT_TOKENS = 10, 10
-PER_FILE = 16  # latents per file of about 60 KB
-LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's largest
-SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
-SHORT = 24  # letters of a token in the table
-LISTED_TOKENS = 4
-
-
-class TokenNumbers:
-    """Token ids in brackets, in place of texts where there is no tokenizer."""
-
-    def __getitem__(self, token: int) -> str:
-        return f"[{token}]"
-
-    def joined(self, tokens: Sequence[int]) -> str:
-        return "".join(map(self.__getitem__, tokens))
-
-
-class Details:
+class LatentPages:
     """The content of the latents' files, and of their columns in the table."""
 
-    def __init__(
-        self,
-        run: Measured,
-        survey: LatentSurvey,
-        chosen: Sequence[int],  # (C,), ascending
-        texts: "TokenTexts | TokenNumbers",
-        outputs: "tuple[Unembedding, slice] | None",  # with the columns of W_dec that it reads
-        places: Document,  # `places_document`
-        listener: Listener,
-    ) -> None:
-        self.survey, self.chosen, self.texts, self.places = survey, chosen, texts, places
-        self.histograms = survey.magnitudes.histograms  # on the CPU
-        W_dec = run.sae.W_dec
-        latents = torch.tensor(chosen, device=W_dec.device)
-        with listener.progress("comparing latents", len(chosen), "latents") as show:
-            self.neighbours = neighbours(run.sae, latents, NEIGHBOURS, show)
-        with listener.progress("counting pairs", len(chosen), "latents") as show:
-            self.partners = survey.cofiring.partners(latents, NEIGHBOURS, show)
-        self.outputs: OutputTokens | None = None
-        if outputs is not None:
-            head, columns = outputs
-            with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-                self.outputs = head.output_tokens(W_dec[latents, columns], OUTPUT_TOKENS, show)
-        self.alignment = run.alignment()
+    def __init__(self, report: LatentReport) -> None:
+        self._report, self._texts, self._places = report, report.texts, report.places
+        self._histograms = report.survey.magnitudes.histograms  # on the CPU
+        self._alignment = report.run.alignment()
 
     @cached_property
     def _columns(self) -> dict[str, dict[str, Any]]:
         """The columns of `examples` and `samples`, (C, N, ...) each."""
-        return {
-            "examples": self.survey.examples.of(self.chosen),
-            "samples": self.survey.samples.of(self.chosen),
-        }
+        survey, chosen = self._report.survey, self._report.chosen
+        return {"examples": survey.examples.of(chosen), "samples": survey.samples.of(chosen)}
 
     def _rows(self, group: str, index: int) -> list[dict[str, Any]]:
         """The examples, or samples, of the index-th chosen latent."""
@@ -128,10 +111,10 @@ class Details:
         count = int((columns["rank"] > 0).sum())
         return [{name: values[at] for name, values in columns.items()} for at in range(count)]
 
-    def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    def files(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
         """Each file's content in turn; `show` is called with the number of latents done."""
-        for begin in range(0, len(self.chosen), PER_FILE):
-            end = min(begin + PER_FILE, len(self.chosen))
+        for begin in range(0, len(self._report.chosen), PER_FILE):
+            end = min(begin + PER_FILE, len(self._report.chosen))
             strings: dict[str, int] = {}
             pages = [self._page(index, strings) for index in range(begin, end)]
             yield {"latents": pages, "strings": list(strings)}
@@ -140,21 +123,21 @@ class Details:
     def columns(self) -> dict[str, Any]:
         """The table's columns for the chosen latents: interest, tokens at the peaks of examples, a snippet of the best
         example, tokens promoted most; and which latents have a page."""
-        chosen = list(self.chosen)
+        chosen = list(self._report.chosen)
         columns: dict[str, Any] = {"chosen": chosen, "per_file": PER_FILE}
         alike = [0.0] * len(chosen)
         if "token" in self._columns["examples"]:
             examples = [self._rows("examples", index) for index in range(len(chosen))]
             peaks = [
-                [self.texts[int(row["token"][row["peak"]])] for row in rows] for rows in examples
+                [self._texts[int(row["token"][row["peak"]])] for row in rows] for rows in examples
             ]
-            alike = list(map(agreement, peaks))
+            alike = list(map(peak_agreement, peaks))
             columns["tokens"] = [
                 [text for text, _ in Counter(map(_short, texts)).most_common(LISTED_TOKENS)]
                 for texts in peaks
             ]
             columns["snippets"] = [self._snippet(rows[0]) if rows else [] for rows in examples]
-        firing, sizes = self.survey.firing, self.survey.magnitudes
+        firing, sizes = self._report.survey.firing, self._report.survey.magnitudes
         figures = (
             values[chosen].tolist() for values in (firing.frequency, sizes.means, sizes.largest)
         )
@@ -162,27 +145,27 @@ class Details:
             round(interest(frequency, firing.rows, mean, largest, fraction), 3)
             for frequency, mean, largest, fraction in zip(*figures, alike, strict=True)
         ]
-        if self.places:
-            names = list(dict.fromkeys(self.places["class"]))
+        if self._places:
+            names = list(dict.fromkeys(self._places["class"]))
             columns["classes"] = names
-            columns["class"] = [names.index(name) for name in self.places["class"]]
-            columns["nu"] = self.places["nu_error"]
-        if self.outputs is not None:
+            columns["class"] = [names.index(name) for name in self._places["class"]]
+            columns["nu"] = self._places["nu_error"]
+        if self._report.outputs is not None:
             columns["promoted"] = [
-                [_short(self.texts[token]) for token in tokens[:LISTED_TOKENS]]
-                for tokens in self.outputs.promoted.tolist()
+                [_short(self._texts[token]) for token in tokens[:LISTED_TOKENS]]
+                for tokens in self._report.outputs.promoted.tolist()
             ]
         return columns
 
     def _page(self, index: int, strings: dict[str, int]) -> dict[str, Any]:
-        latent = self.chosen[index]
-        histogram = self.histograms[latent]
+        latent = self._report.chosen[index]
+        histogram = self._histograms[latent]
         present = np.flatnonzero(histogram)
         low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
-        cosines, neighbours = (values[index] for values in self.neighbours)
-        phis, partners = (values[index] for values in self.partners)
+        cosines, neighbours = (values[index] for values in self._report.neighbours)
+        phis, partners = (values[index] for values in self._report.partners)
         together = zip(partners.tolist(), rounded(phis), strict=True)
-        scale = float(self.survey.magnitudes.largest[latent]) / LEVELS
+        scale = float(self._report.survey.magnitudes.largest[latent]) / LEVELS
         page = {
             "latent": latent,
             "low": low,
@@ -194,22 +177,23 @@ class Details:
         for group in self._columns:
             rows = self._rows(group, index)
             page[group] = [self._example(row, scale, strings) for row in rows]
-        if (sums := self.survey.by_role[:, latent]).any():
+        if (sums := self._report.survey.by_role[:, latent]).any():
             page["roles"] = list(zip(ROLES, rounded(sums / sums.sum()), strict=True))
-        if self.alignment is not None:
-            feature = int(self.alignment.nearest[latent])
-            page["feature"] = [feature, *rounded(self.alignment.cosines[latent, [feature]])]
-        if self.places:
-            names = [place["name"] for place in self.places["places"]]
-            fractions, scaling = (self.places[name][latent] for name in ("share", "scaling"))
+        if self._alignment is not None:
+            feature = int(self._alignment.nearest[latent])
+            page["feature"] = [feature, *rounded(self._alignment.cosines[latent, [feature]])]
+        if self._places:
+            names = [place["name"] for place in self._places["places"]]
+            fractions, scaling = (self._places[name][latent] for name in ("share", "scaling"))
             page["places"] = list(zip(names, fractions, scaling, strict=True))
-        if self.outputs is not None:
-            page["logits"] = self.outputs.counts[index].tolist()
+        if self._report.outputs is not None:
+            page["logits"] = self._report.outputs.counts[index].tolist()
             for name in ("promoted", "suppressed"):
                 tokens, logits = (
-                    getattr(self.outputs, column)[index] for column in (name, f"{name}_logits")
+                    getattr(self._report.outputs, column)[index]
+                    for column in (name, f"{name}_logits")
                 )
-                texts = [self.texts[token] for token in tokens.tolist()]
+                texts = [self._texts[token] for token in tokens.tolist()]
                 page[name] = list(zip(texts, rounded(logits), strict=True))
         return page
 
@@ -222,7 +206,7 @@ class Details:
             return {"code": float(row["code"][0]), "row": int(row["number"])}
         length = int((row["token"] >= 0).sum())
         codes = np.rint(row["code"] / scale).astype(int)[:length]
-        pieces = characters(self.texts, row["token"][:length].tolist())
+        pieces = characters(self._texts, row["token"][:length].tolist())
         begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
         shown = [max(part.tolist(), key=abs) for part in np.split(codes, begins[1:])]
         roles = row["role"][begins].astype(int) if "role" in row else np.empty(0, int)
@@ -245,7 +229,7 @@ class Details:
         """The texts before, at and after an example's peak, cut between words."""
         tokens, peak = row["token"][row["token"] >= 0].tolist(), int(row["peak"])
         parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 :]
-        before, at, after = map(self.texts.joined, parts)
+        before, at, after = map(self._texts.joined, parts)
         backwards = _shortened(before[::-1], SNIPPET_BEFORE)
         return [backwards[::-1], _short(at), _shortened(after, SNIPPET_AFTER)]
 
@@ -260,21 +244,3 @@ def _shortened(text: str, length: int) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= SHORT else text[: SHORT - 1] + "…"
-
-
-def agreement(peaks: Iterable[str]) -> float:
-    """The fraction of pairs of texts that peak at the same token, in [0, 1], given the peaks' tokens; 0 for fewer than
-    two texts. Case and spaces around a token do not count."""
-    counts = Counter(token.strip().casefold() for token in peaks).values()
-    texts = sum(counts)
-    return (
-        sum(count * (count - 1) for count in counts) / (texts * (texts - 1)) if texts > 1 else 0.0
-    )
-
-
-def interest(frequency: float, rows: int, mean: float, largest: float, alike: float) -> float:
-    """A figure in [0, 1] to sort latents by: `(1 - mean / largest) (1 + agreement) / 2` of the codes' sizes; 0 for a
-    latent that fires on more than a fraction `DENSE_FREQUENCY` of the rows, or on fewer than `FEWEST_ROWS`."""
-    if frequency > DENSE_FREQUENCY or round(frequency * rows) < FEWEST_ROWS:
-        return 0.0
-    return (1 - mean / largest) * (1 + alike) / 2
