@@ -44,8 +44,9 @@ def terms_of(
     b_t: torch.Tensor,
     decayed: bool = False,
 ) -> Terms:
-    decay = torch.linspace(0, 3, len(W_t), dtype=torch.float64) * decayed
-    return Terms(*weights, direction=direction, W_t=W_t, b_t=b_t, decay=decay)
+    decay = torch.linspace(0, 3, len(W_t), dtype=torch.float64) if decayed else None
+    given = dict(zip(("alpha", "beta", "mu", "nu"), weights, strict=True))
+    return Terms(W_t=W_t, b_t=b_t, direction=direction, decay=decay, **given)
 
 
 def with_skip(terms: Terms, x: torch.Tensor, y: torch.Tensor) -> Terms:
@@ -115,6 +116,7 @@ def least_squares(
     beside = np.hstack([np.zeros((len(z), 0)) if x is None else x.numpy(), np.ones((len(z), 1))])
     left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)])
     width = F + D + 1
+    decay = torch.zeros(F) if terms.decay is None else terms.decay
     on_W, on_b = np.eye(F, width), np.eye(1, width, width - 1)
     # Unknowns column by column of the targets; if it is one, last c, in which alpha's rows alone are linear.
     c_is_unknown = terms.direction is not None and c is None
@@ -126,7 +128,7 @@ def least_squares(
         (np.sqrt(terms.beta) * on_b, np.zeros((1, E))),
         (np.sqrt(terms.nu) * on_b, np.sqrt(terms.nu) * terms.b_t.numpy()[None, :E]),
         (np.sqrt(terms.mu) * on_W, np.sqrt(terms.mu) * terms.W_t.numpy()),
-        (terms.decay.sqrt().numpy()[:, None] * on_W, np.zeros((F, E))),
+        (decay.sqrt().numpy()[:, None] * on_W, np.zeros((F, E))),
         (np.sqrt(terms.alpha) * on_W, (c or 0.0) * direction),
     ]
     rows = np.vstack([np.kron(np.eye(E), part) for part, _ in blocks])

@@ -73,7 +73,7 @@ class UnitSgd(Sgd):
     """SGD with a decoder of unit norm."""
 
     name: ClassVar[str] = "unit-sgd"
-    made_by: ClassVar[str] = "unit_sgd:UnitSgdSolver"
+    implementation: ClassVar[str] = "unit_sgd:UnitSgdSolver"
 '''
 
 COMMAND = '''

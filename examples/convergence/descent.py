@@ -113,16 +113,7 @@ def decoder_step(sae: SAE, rows: Batch) -> None:
     """The minimum over the decoder of the same sum, mu (||W_dec - W_dec^t||^2 + ||b_dec - b_dec^t||^2) added."""
     system = Sums(LATENTS, sae.d_out)
     system.add(sae.codes(rows.x), rows.y)
-    terms = Terms(
-        ALPHA,
-        BETA,
-        MU,
-        MU,
-        direction=None,
-        W_t=sae.W_dec,
-        b_t=sae.b_dec,
-        decay=torch.zeros(LATENTS, dtype=torch.float64),
-    )
+    terms = Terms(W_t=sae.W_dec, b_t=sae.b_dec, alpha=ALPHA, beta=BETA, mu=MU, nu=MU)
     state = optimal_decoder(system, terms)
     sae.W_dec.copy_(state.Delta)
     sae.b_dec.copy_(state.b)

@@ -87,16 +87,7 @@ def solved_again(run: Run, train: torch.Tensor, test: torch.Tensor) -> dict[str,
     system.add(Codes(z), x)
     fired = (z != 0).sum(0)
     rare = (fired <= fired[fired > 0].median()).double()
-    bare = Terms(
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        None,
-        torch.zeros_like(sae.W_dec),
-        torch.zeros_like(mean),
-        torch.zeros_like(rare),
-    )
+    bare = Terms(W_t=torch.zeros_like(sae.W_dec), b_t=torch.zeros_like(mean), alpha=0.0)
     alpha = choose_alpha(system, bare, z, x, None).alpha
     decays = {
         "none": torch.zeros_like(rare),

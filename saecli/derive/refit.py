@@ -106,13 +106,9 @@ def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = Fal
 def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState:
     terms = Terms(
         alpha=0.0,
-        beta=0.0,
-        mu=0.0,
-        nu=0.0,
         direction=direction,
         W_t=sae.W_dec,
         b_t=sae.b_dec.new_zeros(moments.y.shape[1]),
-        decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=sae.W_dec.device),
         skip=moments.skip,
     )
     try:

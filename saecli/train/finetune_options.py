@@ -26,7 +26,7 @@ TEXT = (
 @dataclass(frozen=True)
 class Finetune(SolverConfig):
     name: ClassVar[str] = "finetune"
-    made_by: ClassVar[str] = "through:ThroughModel"
+    implementation: ClassVar[str] = "through:ThroughModel"
 
     model: Annotated[
         str | None,

@@ -230,7 +230,9 @@ class SolverConfig(Config):
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
-    made_by: ClassVar[str]  # `module:function` in this package, imported when the solver is built
+    implementation: ClassVar[
+        str
+    ]  # `module:function` in this package, imported when the solver is built
 
     smooths: ClassVar[bool] = True  # unless `--smoothing` says
     # Of the default learning rate: the most where steps are few, and its power of a latent's firings per batch.
@@ -242,7 +244,7 @@ class SolverConfig(Config):
 
     def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
         """A `Solver` of a `Task`, from a copy of `initial`, alone or with the communicator's other processes."""
-        module, name = self.made_by.split(":")
+        module, name = self.implementation.split(":")
         return getattr(import_module(f".{module}", __package__), name)(
             initial, task, self, communicator
         )
@@ -296,7 +298,7 @@ class Revival(Config):
 @dataclass(frozen=True)
 class Sgd(Paper, Revival, SolverConfig):
     name: ClassVar[str] = "sgd"
-    made_by: ClassVar[str] = "solver:SgdSolver"
+    implementation: ClassVar[str] = "solver:SgdSolver"
     # Batchtopk 32, 500 steps: FVU of Gemma 0.282, at 1.4 times the rate 0.276; of SmolLM2 0.242, 0.240.
     most_for_few: ClassVar[float] = 1.4
 
@@ -336,7 +338,7 @@ class ClosedForm(SolverConfig):
 @dataclass(frozen=True)
 class Pam(Paper, ClosedForm):
     name: ClassVar[str] = "pam"
-    made_by: ClassVar[str] = "pam:PamSolver"
+    implementation: ClassVar[str] = "pam:PamSolver"
     smooths: ClassVar[bool] = False
 
     beta: Annotated[
@@ -365,7 +367,7 @@ class Pam(Paper, ClosedForm):
 @dataclass(frozen=True)
 class PamSgd(Revival, ClosedForm):
     name: ClassVar[str] = "pam-sgd"
-    made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
+    implementation: ClassVar[str] = "pam_sgd:PamSgdSolver"
     # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201.
     most_for_few: ClassVar[float] = 2.0
     # The same, 9,216 latents, 4,000 steps, topk 32: FVU 0.158 with 2/3, at twice that rate 0.149, at four times 0.162;

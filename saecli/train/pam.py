@@ -125,11 +125,10 @@ class PamSolver(Solver):
         if moments.skip is not None:
             b_dec = torch.cat([b_dec, b_dec.new_zeros(self.dictionary.d_in)])
         return Terms(
-            fraction * alpha,
-            fraction * config.beta,
-            fraction * config.mu_dec,
-            fraction * config.nu_dec,
-            direction=None,
+            alpha=fraction * alpha,
+            beta=fraction * config.beta,
+            mu=fraction * config.mu_dec,
+            nu=fraction * config.nu_dec,
             W_t=self.dictionary.decoder().detach(),
             b_t=b_dec,
             decay=self._decay(step, moments),

@@ -135,14 +135,7 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
         torch.randn(d_sae, D, generator=torch.Generator().manual_seed(1)).to(device) / D**0.5
     )
     terms = Terms(
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-        direction,
-        torch.zeros_like(direction),
-        direction.new_zeros(D),
-        direction.new_zeros(d_sae, dtype=torch.float64),
+        W_t=torch.zeros_like(direction), b_t=direction.new_zeros(D), alpha=1.0, direction=direction
     )
     x, pre = (torch.randn(B, width, device=device) for width in (D, d_sae))
     codes, found = at(pre.relu(), pre.topk(K, sorted=False).indices), {}

@@ -28,6 +28,7 @@ from .decoder import best_multiple
 from .system import Factorisation, Sample, System, Terms
 
 LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
+FACTOR = 3  # of the walk's steps; as many of them are one long stride
 MIXED = 64  # random sums of columns that determine c
 
 
@@ -48,7 +49,7 @@ def choose_alpha(
     errors: dict[int, float] = {}
 
     def factorised(steps: float) -> Factorisation:
-        alpha = float(np.clip(start * 3.0**steps, LEAST * scale, MOST * scale))
+        alpha = float(np.clip(start * float(FACTOR) ** steps, LEAST * scale, MOST * scale))
         return system.factorise(replace(terms, alpha=alpha))
 
     def error(steps: int) -> float:
@@ -56,7 +57,7 @@ def choose_alpha(
             errors[steps] = press(factorised(steps))
         return errors[steps]
 
-    best, stride = 0, 1 if last else 3
+    best, stride = 0, 1 if last else FACTOR
     while True:
         neighbour = min(best - stride, best + stride, key=error)
         if error(neighbour) < error(best):

@@ -45,18 +45,18 @@ class SkipSums:
         return centred[:, : len(x_bar)], centred[:, len(x_bar) :]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Terms:
     """Weights of the quadratic terms, relative to a sum over all rows, and their targets."""
 
-    alpha: float
-    beta: float
-    mu: float
-    nu: float
-    direction: Tensor | None  # T0, (F, E), for T = c T0 with the best c; None for T = 0
     W_t: Tensor  # before this step, (F, E)
     b_t: Tensor  # (E,); with a skip (E + D,), zeros at the end
-    decay: Tensor  # (F,)
+    alpha: float
+    beta: float = 0.0
+    mu: float = 0.0
+    nu: float = 0.0
+    direction: Tensor | None = None  # T0, (F, E), for T = c T0 with the best c; None for T = 0
+    decay: Tensor | None = None  # (F,)
     skip: SkipSums | None = None  # its D dimensions are the system's last targets
 
     @property
@@ -153,7 +153,8 @@ class System(ABC):
         scale = self.scale(shrink)
         # With more W equals T to nine digits, and c would be lost in a difference.
         alpha = min(terms.alpha, 1e9 * scale) if scale else terms.alpha
-        return self._factorise(Ridge(alpha, terms.mu), shrink, terms.decay)
+        decay = torch.zeros_like(self._z_bar) if terms.decay is None else terms.decay
+        return self._factorise(Ridge(alpha, terms.mu), shrink, decay)
 
     @abstractmethod
     def _factorise(self, ridge: Ridge, shrink: float, decay: Tensor) -> "Factorisation": ...
