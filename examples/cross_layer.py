@@ -38,7 +38,6 @@ from saecli.base.files import folder_appearing_whole, is_free
 from saecli.base.home import Home
 from saecli.measure.evaluate import check_model, together
 from saecli.measure.measured import ChosenRows, Measured
-from saecli.model.choice import spec_of
 from saecli.sae.activations import Relu
 from saecli.sae.activations.base import Thresholded
 from saecli.sae.codes import Codes
@@ -127,7 +126,7 @@ def _demand_one_set(runs: Sequence[Measured]) -> None:
                 f"{name} has a skip: expected transcoders that predict from codes alone; train without --skip"
             )
         for what, expected, got in (
-            ("model", spec_of(first.saved.origin), spec_of(run.saved.origin)),
+            ("model", first.saved.origin.spec, run.saved.origin.spec),
             ("width of targets", first.sae.d_out, run.sae.d_out),
             ("split seed", first.subject.split_seed, run.subject.split_seed),
         ):

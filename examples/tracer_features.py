@@ -111,7 +111,7 @@ def main() -> None:
     for name in home.runs.matching(options.runs):
         run = chosen_rows.with_sae(name)
         model = model or LanguageModel(find_model(options.model), run.sae.W_enc.device, head=True)
-        layer, offsets = run.saved.origin["layer"], [0]
+        layer, offsets = run.saved.origin.read[0].layer, [0]
         with (out / f"layer_{layer}.bin").open("wb") as file:
             for latent, document in enumerate(features(run, model, options.examples)):
                 text = json.dumps(document)

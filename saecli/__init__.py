@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from .measure.stability import stability as stability
     from .measure.steer import steer as steer
     from .measure.steer import steering as steering
+    from .model.saes import load_sae as load_sae
     from .sae.dictionary import SAE as SAE
-    from .sae.library import load_sae as load_sae
     from .sae.library import save_sae as save_sae
     from .show.drawing import draw as draw
     from .show.report import report as report
@@ -93,7 +93,8 @@ _NAMES = {  # by module
     "measure.stability": ["stability"],
     "measure.steer": ["steer", "steering"],
     "sae.dictionary": ["SAE"],
-    "sae.library": ["load_sae", "save_sae"],
+    "model.saes": ["load_sae"],
+    "sae.library": ["save_sae"],
     "show.drawing": ["draw"],
     "show.report": ["report"],
     "splice.spliced": ["spliced"],

@@ -20,9 +20,12 @@ from safetensors.torch import load_file
 import saecli
 from saecli.cli.main import main
 from saecli.model.names import TINY_GEMMA2
+from saecli.model.saes import fold_in
+from saecli.sae import formats
 from saecli.sae.activations import ACTIVATIONS, Activation, Relu, activation_to_json
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, save_native
+from saecli.store.origin import Origin
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 
@@ -98,7 +101,17 @@ def sae_for(format: str, *names: str) -> SavedSAE:
     form = FORMATS[format]
     able = [kind.name for kind in form.activations or form.transcoders]
     act = next(name for name in able if (name in names if names else name != "topk"))
-    return SavedSAE(random_sae(activation_of(act)), RESIDUAL if form.activations else MLP)
+    return with_origin(random_sae(activation_of(act)), RESIDUAL if form.activations else MLP)
+
+
+def with_origin(sae: SAE, entries: Mapping[str, Any]) -> SavedSAE:
+    """An SAE with the origin of these entries of JSON."""
+    return SavedSAE(sae, Origin.from_json(entries))
+
+
+def load(path: Path, row_scale: float | None = None) -> SavedSAE:
+    """The SAE in a folder or file, as a user gets it."""
+    return formats.load(path, row_scale, fold=fold_in)
 
 
 def change_json(path: Path, **fields: Any) -> None:
@@ -132,7 +145,7 @@ def make_run(
         "result": None,
     }
     (folder / "run.json").write_text(json.dumps(document | more))
-    save_native(SavedSAE(sae, origin), folder)
+    save_native(with_origin(sae, origin), folder)
     return folder
 
 

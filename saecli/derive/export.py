@@ -14,13 +14,12 @@ from ..base.words import number, unknown_choice
 from ..measure.evaluate import check_tokens, evaluate_all
 from ..measure.measured import ChosenRows, Measured, RowsLike
 from ..model.names import BUNDLED
+from ..model.saes import notes_on_writing, open_sae
 from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
-from ..sae.formats.hooks import notes_on_writing
 from ..sae.hub import Address, demand_writable, upload
-from ..sae.library import SAELike, hook_points, open_sae
-from ..store.origin import published
+from ..sae.library import SAELike
 from ..store.reader import in_words
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
 
 def _without_local(saved: SavedSAE) -> SavedSAE:
     """The SAE without names that only this machine knows: folders, stores."""
-    return replace(saved, origin=published(saved.origin), transcodes=saved.is_transcoder)
+    return replace(saved, origin=saved.origin.published(), transcodes=saved.is_transcoder)
 
 
 def _exact_format(measured: Measured, listener: Listener) -> str:
@@ -256,7 +255,7 @@ def _card(
 
     measured = measured_saes[0]
     source = measured.store.meta.source
-    model = measured.saved.origin.get("model", "")
+    model = measured.saved.origin.model or ""
     library = LIBRARIES.get(to)
     metadata = ModelCardData(
         library_name="saecli" if library is None else to,
@@ -287,8 +286,8 @@ def _card(
 
 
 def _figures(saved: SavedSAE, measured: Measured, measures: dict[str, Any]) -> dict[str, str]:
-    points, target = hook_points(saved.origin)
-    places = [saved.origin.get("model"), in_words(points, target) if points else None]
+    points, target = saved.origin.hook_points()
+    places = [saved.origin.model, in_words(points, target) if points else None]
     return {
         "activations": ", ".join(place for place in places if place) or measured.store.name,
         "activation": f"{saved.sae.activation.name} {saved.sae.k or ''}".strip(),

@@ -27,9 +27,10 @@ from ..sae.activations import activation_to_json
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import SavedSAE, save_native
-from ..sae.library import SAELike, origin_of
+from ..sae.library import SAELike
 from ..sae.normalisation import Normalisation
 from ..sae.run_documents import RUN_VERSION
+from ..store.origin import Origin
 from ..store.reader import JoinedRows, Rows, RowSource
 from ..train.moments import Moments, sampled_bytes
 from ..train.ridge import (
@@ -199,11 +200,13 @@ def refit_run(
     created, began = now(), time.monotonic()
     refitted = refit_decoder(before.sae, _training_rows(before), listener, _is_own(before))
     seconds = time.monotonic() - began
-    origin = origin_of(before.stores, before.subject.split_seed)
+    origin = before.stores.origin.trained(before.subject.split_seed, 1.0)
     after = replace(
         before,
         subject=replace(before.subject, name=folder.name, dead_fraction=refitted.dead_fraction),
-        saved=SavedSAE(refitted.sae, before.saved.origin | origin),
+        saved=SavedSAE(
+            refitted.sae, Origin.from_json(before.saved.origin.to_json() | origin.to_json())
+        ),
     )
     measures = evaluate_all([before, after], model, tokens, listener)
     old, new = (document["metric_fvu"] for document in measures)

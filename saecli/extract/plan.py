@@ -224,13 +224,13 @@ def store_requests(
     # In place of what was recognised in the text, so that a request is the same without a network.
     asked = text.identity(asked=True) | chat
     whole = common | asked
-    whole |= points[0].place if len(points) == 1 else {"places": list(labels.values())}
+    whole |= points[0].to_json() if len(points) == 1 else {"places": list(labels.values())}
     if len(models) > 1:
         whole["models"] = identities
     suffix = hash_request(whole)[:6]
     requests = []
     for point in points:
-        source = common | identities[point.model] | point.place
+        source = common | identities[point.model] | point.to_json()
         if len(points) > 1:
             source["beside"] = [label for other, label in labels.items() if other != point]
         if len(models) > 1:

@@ -15,7 +15,7 @@ from ..base.files import expanded
 from ..base.home import Home
 from ..base.processes import ALONE
 from ..model.names import TINY_GEMMA2
-from ..store.origin import last_layer
+from ..store.origin import Origin, last_layer
 from ..store.schema import StoreMeta
 from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction
@@ -51,8 +51,8 @@ class Streamed:
         return self.meta.d_in
 
     @property
-    def origin(self) -> dict[str, Any]:
-        return self.meta.source
+    def origin(self) -> Origin:
+        return self.meta.origin
 
     def names(self) -> dict[str, Any]:
         """The entries of `run.json`: `data`, `data_hash`, and the options as `streamed`."""
@@ -95,7 +95,7 @@ def open_stream(
     )
     extraction = Extraction(plan, [model], listener)
     meta = extraction.metas[request.point]
-    place = request.point.place
+    place = request.point.to_json()
     if selection.modules:
         place = {"module": model.modules.named(request.point)}
     chosen = _options(plan, given) | place

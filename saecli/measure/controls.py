@@ -29,10 +29,9 @@ from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, RunError, TrainingError
 from ..base.home import Home
-from ..model.choice import spec_of
+from ..model.saes import open_sae
 from ..model.windows import stored_activations, stored_windows
 from ..sae.formats import SavedSAE
-from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
 from ..sae.run_documents import read_run
 from ..store.reader import RowSource
@@ -87,7 +86,7 @@ def controls(
     check_tokens(tokens, model)
     run_rows, plan = _original(Home.at(home), run, device, listener)
     if model is not None:
-        specs = dict.fromkeys(str(spec_of(rows.store.meta.source)) for rows in run_rows.rows.inputs)
+        specs = dict.fromkeys(str(rows.store.meta.origin.spec) for rows in run_rows.rows.inputs)
         if len(specs) > 1:
             raise ConfigError(
                 f"--model does nothing for {run_rows.subject.name}, a crosscoder of {' and '.join(specs)}: "
@@ -238,11 +237,9 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
     from ..model.windows import pass_tokens  # transformers takes seconds to import
-    from ..store.origin import HookPoint
 
     stored = [*rows.inputs, *([rows.target] if rows.target else [])]
-    sources = [each.store.meta.source for each in stored]
-    points = list(map(HookPoint.of, sources))
+    points = [each.store.meta.origin.read[0] for each in stored]
     windows = stored_windows(stored[0], stored[0].rows)
     tokens = pass_tokens(model.device)
     activations = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32)

@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, ModelError, SaeError, one_line
 from ..base.home import Home
 from ..base.machine import is_out_of_memory
 from ..base.words import counted, demand_at_least
-from ..model.choice import READ, ModelLike, check_rows, model_given, source_of, spec_of, unlike
+from ..model.choice import READ, ModelLike, check_rows, model_given, source_of, unlike
 from ..model.windows import stored_windows
 from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
@@ -175,11 +175,11 @@ def noted(
 
 
 def stored_models(measured: Measured) -> list[str]:
-    """The models that a store's rows came from, by `spec_of`; none if it names none or keeps no tokens."""
+    """The models that a store's rows came from, with revisions; none if it names none or keeps no tokens."""
     if not measured.rows.inputs:
         return []
     stores = measured.stores.all
-    specs = [spec_of(store.meta.source) for store in stores if store.meta.windows]
+    specs = [store.meta.origin.spec for store in stores if store.meta.windows]
     return list(dict.fromkeys(filter(None, specs))) if len(specs) == len(stores) else []
 
 
@@ -203,7 +203,7 @@ def check_model(measured: Measured, model: Any) -> "list[tuple[Rows, ModelSource
     models = model if isinstance(model, list | tuple) else [model]
     target = [measured.rows.target] if measured.rows.target else []
     stores_rows = [measured.of_store, *measured.rows.inputs[1:], *target]
-    recorded = [spec_of(rows.store.meta.source) for rows in stores_rows]
+    recorded = [rows.store.meta.origin.spec for rows in stores_rows]
     wanted = list(dict.fromkeys(recorded))
     sources = [source_of(each, recorded) for each in models]
     by_spec = {source.spec: source for source in sources}
@@ -309,7 +309,7 @@ class _Splice:
             document, *parts = parts
         if parts:
             document["hook_points"] = [
-                {"model": self.models[point.model].model.source.spec, **point.place, **effect}
+                {"model": self.models[point.model].model.source.spec, **point.to_json(), **effect}
                 for point, effect in zip(self.writes, parts, strict=True)
             ]
         return document
@@ -334,10 +334,10 @@ def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) 
         for rows, source in pairs:
             if source.spec not in models:
                 models[source.spec] = Passes(LanguageModel(source, device, head="any"))
-            origin = rows.store.meta.source
-            if reason := unlike(models[source.spec].model, origin):
+            meta = rows.store.meta
+            if reason := unlike(models[source.spec].model, meta):
                 listener.warn(f"{rows.name} {reason}")
-            points.append(HookPoint.of(origin, specs.index(source.spec)))
+            points.append(meta.origin.read[0]._replace(model=specs.index(source.spec)))
         reads = writes = tuple(points)
         saes = [measured_saes[index] for index in members]
         if saes[0].rows.target is not None:
@@ -465,7 +465,9 @@ def together(
     with listener.progress("splicing all at once", wanted, "tokens") as show:
         windows = stored_windows(rows, wanted)
         measures, errors = effects_together(passes, windows, acts, means, show)
-    runs = [{"run": at.name, **at.origin, **own} for at, own in zip(acts, errors, strict=True)]
+    runs = [
+        {"run": at.name, **at.origin.to_json(), **own} for at, own in zip(acts, errors, strict=True)
+    ]
     return {"model": source.spec, **measures, "runs": runs}
 
 

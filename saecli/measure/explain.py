@@ -14,11 +14,11 @@ from ..base.files import demand_place
 from ..base.home import Home
 from ..base.options import demand_known, options_of
 from ..base.words import demand_at_least, flag_of
-from ..model.choice import spec_of
 from ..model.language_model import load_tokenizer
+from ..model.saes import open_sae
 from ..model.source import find_model
 from ..model.tokenizer import TokenTexts
-from ..sae.library import SAELike, Subject, open_sae
+from ..sae.library import SAELike, Subject
 from ..sae.metrics import DENSE_FREQUENCY
 from .endpoint import ANSWERS, Endpoint, Server
 from .excerpts import Corpus, LatentExcerpts, excerpts_of, gather
@@ -172,7 +172,7 @@ def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -
 
 def texts_of(run: Measured) -> TokenTexts:
     """The texts of the store's tokens; ConfigError if it keeps none, or names no model."""
-    model, lacks = spec_of(run.store.meta.source), ""
+    model, lacks = run.store.meta.origin.spec, ""
     if not run.store.meta.windows:
         lacks = "keeps no tokens"
     elif model is None:

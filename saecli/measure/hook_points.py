@@ -167,7 +167,7 @@ def hook_points_document(measured: Measured, listener: Listener) -> dict[str, An
 
 def _names(measured: Measured) -> list[str]:
     inputs = measured.rows.inputs
-    names = [Path(str(rows.store.meta.source.get("model"))).name for rows in inputs]
+    names = [Path(str(rows.store.meta.origin.model)).name for rows in inputs]
     if len(set(names)) == len(measured.sae.widths):
         return names
     if inputs:

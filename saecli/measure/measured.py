@@ -4,11 +4,11 @@ Shapes: N rows, B rows of a batch, D = d_in, E the width of targets, 0 without, 
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from ..base.devices import batches_on, device_named
 from ..base.errors import ConfigError, StoreError
 from ..base.home import Home
 from ..base.options import words_of
+from ..model.saes import fold_in, open_sae, why_not_folded
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
-from ..sae.formats.hooks import settled, why_unsettled
-from ..sae.library import SAELike, Subject, hook_points, note_if_remade, open_sae
+from ..sae.library import SAELike, Subject, note_if_remade
 from ..store.joined import Joined, open_joined
+from ..store.origin import Origin
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from ..store.split import Split, Which
 from ..store.values import OUTLYING
@@ -193,7 +194,7 @@ class ChosenRows:
         rows = self._rows(subject)
         if rows.inputs:
             stores = Joined.of(rows)
-            saved = settled(saved, stores.origin.get("model"))
+            saved = fold_in(saved, stores.origin.model)
             _compare_hook_points(subject.name, saved.origin, stores, self.listener)
         if saved.is_transcoder and not rows.d_target:
             raise ConfigError(
@@ -333,20 +334,18 @@ def by_rows(saes: Sequence[Measured]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _compare_hook_points(
-    name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener
-) -> None:
+def _compare_hook_points(name: str, origin: Origin, stores: Joined, listener: Listener) -> None:
     """Warn if an SAE was trained on other hook points than the stores hold; refuse a crosscoder's in another order."""
-    reason = why_unsettled(origin, stores.origin)
+    reason = why_not_folded(origin, stores.origin)
     if reason:
         raise ConfigError(f"{name} cannot be measured on {stores.name}: {reason}")
-    trained_on, stored = hook_points(origin), hook_points(stores.origin)
+    trained_on, stored = origin.hook_points(), stores.origin.hook_points()
     if len(trained_on[0]) > 1 and trained_on != stored and set(trained_on[0]) == set(stored[0]):
         raise ConfigError(
             f"--data names the inputs of {name} in another order than it was trained on; name them in "
             f"this order: {', '.join(trained_on[0])}"
         )
-    models = [Path(source.get("model") or "").name for source in (origin, stores.origin)]
+    models = [Path(each.model or "").name for each in (origin, stores.origin)]
     if trained_on[0] and stored[0] and trained_on != stored:
         listener.warn(
             f"{name} was trained on {in_words(*trained_on)}; {stores.name} holds {in_words(*stored)}"

@@ -40,9 +40,10 @@ from ..base.home import Home
 from ..base.words import demand_at_least
 from ..model.choice import ModelLike
 from ..model.language_model import LanguageModel
+from ..model.saes import open_sae
 from ..model.tokenizer import affixes, text_ids
 from ..model.windows import TextWindow, pass_tokens, stored_activations
-from ..sae.library import SAELike, open_sae
+from ..sae.library import SAELike
 from ..splice.hooked import Hooked, hooked, model_of
 from ..store.origin import HookPoint, last_layer, place_given
 from .measured import codes_of
@@ -137,7 +138,7 @@ def probe(
         "context": context,
         "rows": rows,
         "folds": FOLDS,
-        "runs": [{"run": each.name, **each.read.place} for each in probed],
+        "runs": [{"run": each.name, **each.read.to_json()} for each in probed],
         "probes": _over_sets(lines),
         "by_set": lines,
     }
@@ -186,7 +187,13 @@ Scores = dict[str, NDArray[np.float64]]  # of `MEASURES`: on each fold, of a pro
 def _line(
     labelled: LabelledSet, run: str | None, point: HookPoint, k: int | None, scores: Scores
 ) -> dict[str, Any]:
-    line = {"set": labelled.name, "rows": len(labelled.texts), "run": run, **point.place, "k": k}
+    line = {
+        "set": labelled.name,
+        "rows": len(labelled.texts),
+        "run": run,
+        **point.to_json(),
+        "k": k,
+    }
     return line | {name: float(values.mean()) for name, values in scores.items()}
 
 

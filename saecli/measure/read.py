@@ -27,9 +27,10 @@ from ..extract.texts import Document
 from ..extract.windows import Cutter, Window
 from ..model.choice import ModelLike
 from ..model.language_model import LanguageModel
+from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, characters
 from ..model.windows import stored_activations
-from ..sae.library import SAELike, open_sae
+from ..sae.library import SAELike
 from ..sae.metrics import Firing
 from ..splice.hooked import Hooked, hooked, model_of
 from ..store.origin import last_layer, place_given
@@ -222,7 +223,7 @@ def read(
         return {"latent": latent, "label": labels.get(latent), "frequency": frequency}
 
     here = readings[0]
-    points = [point.place for point in sae_at.reads]
+    points = [point.to_json() for point in sae_at.reads]
     document = {
         "run": sae_at.name,
         "model": source.name,

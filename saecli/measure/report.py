@@ -14,9 +14,8 @@ from torch import Tensor
 from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..base.words import counted
-from ..model.choice import source_of, spec_of, unlike
+from ..model.choice import source_of, unlike
 from ..sae.metrics import DENSE_FREQUENCY, doubts, firing
-from ..store.origin import HookPoint
 from ..train.runs import read_metrics
 from .cosines import neighbours
 from .evaluate import evaluate_all, noted, own_models, stored_models
@@ -126,7 +125,7 @@ def _texts_and_unembedding(
 ) -> "tuple[ShownTexts, tuple[Unembedding, slice] | None]":
     """The texts of a store's tokens, by the tokenizer of a model, by default of the one that the store names; and the
     model's unembedding, with the columns of W_dec at its last hook point; notes gets sentences on missing parts."""
-    store, stored_model = run.store, spec_of(run.store.meta.source)
+    store, stored_model = run.store, run.store.meta.origin.spec
     has_tokens, is_default = store.meta.windows, isinstance(model, bool | None)
     if not has_tokens:
         notes.append(
@@ -164,7 +163,7 @@ def _of_model(
     from ..model.unembedding import Unembedding
 
     predicted = [run.rows.target] if run.rows.target else run.rows.inputs
-    recorded = [spec_of(rows.store.meta.source) for rows in predicted]
+    recorded = [rows.store.meta.origin.spec for rows in predicted]
     place = source_of(model, recorded)
     last_of = {spec: number for number, spec in enumerate(recorded)}
     if len(last_of) > 1 and place.spec not in last_of:
@@ -175,8 +174,8 @@ def _of_model(
     last = last_of.get(place.spec, -1)
     columns = run.sae.hook_columns[last]
     width = columns.stop - columns.start
-    source = predicted[last].store.meta.source
-    point = HookPoint(None, source.get("site", "resid_post"))
+    meta = predicted[last].store.meta
+    point = meta.origin.read[0]
     if not point.has_model_width:
         notes.append(
             f"{point.site} is not in the residual stream, so no tokens are listed that a latent promotes"
@@ -188,7 +187,7 @@ def _of_model(
             f"{place.d_model}; name the model that the rows came from"
         )
     loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
-    reason = unlike(loaded, source)
+    reason = unlike(loaded, meta)
     if reason:
         notes.append(f"{predicted[last].name} {reason}")
     return TokenTexts(loaded.tokenizer), (Unembedding(loaded), columns)

@@ -30,11 +30,12 @@ from ..base.words import counted, demand_at_least, demand_text, unknown_choice
 from ..extract.chats import REPEATED
 from ..model.choice import ModelLike, model_given, source_of
 from ..model.language_model import LanguageModel
+from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, affixes, special_ids, text_ids
 from ..model.windows import TextWindow, stored_activations
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
-from ..sae.library import SAELike, Subject, open_sae
+from ..sae.library import SAELike, Subject
 from ..splice.generation import continuation
 from ..splice.hooked import Hooked, hooked, model_of
 from ..splice.spliced import Splice, splices
@@ -256,12 +257,10 @@ def steer(
             with _changed(loaded.model, change, special):
                 steered = texts.joined(continuation(*arguments))
             continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
-    target = {f"target_{key}": value for key, value in sae_at.written.place.items()}
     return {
         "run": sae_at.name,
         "model": source.name,
-        **sae_at.read.place,
-        **(target if sae_at.read != sae_at.written else {}),
+        **sae_at.origin.to_json(),
         "method": method,
         "activation_norm": float(written.norm(dim=1).quantile(0.5)) if len(written) else None,
         "store_rows": store_rows,

@@ -5,6 +5,8 @@ source.py           where a model is: bundled, a folder, a GGUF file, the hub
 loaded.py           a model and a tokenizer that the user has loaded
 choice.py           which of these a user or a store names
 tokenizer.py        special tokens around a text, token ids as text
+families.py         names of modules and hook points in families of models, as data
+saes.py             opening an SAE on the rows of a model's sites
 blocks.py           what a block's modules add to the residual stream, by autograd's graph
 modules.py          modules by name, sites among them, activations there read and replaced
 reads.py            how strongly later blocks read each dimension

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from .families import ATTENTIONS
 from .loaded import in_eval_mode
 
-ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
 TRIED = 2  # tokens
 # Operations, as autograd names them, that leave the values, or at inference do.
 KEEPING = (

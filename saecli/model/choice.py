@@ -1,14 +1,13 @@
 """Which language model: named or loaded by the user, or recorded with rows; loads no weights."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base.errors import ConfigError, StoreError
-from ..store.origin import HookPoint
 from ..store.reader import Rows
-from .names import at_revision
+from ..store.schema import StoreMeta
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
@@ -17,12 +16,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 ModelLike = str | torch.nn.Module  # a name, or a loaded model
 READ = 1 << 16  # rows of the columns per read
-
-
-def spec_of(origin: Mapping[str, Any]) -> str | None:
-    """The model, and the hub commit if any, that a store or an SAE's file names."""
-    model = origin.get("model")
-    return None if model is None else at_revision(model, origin.get("revision"))
 
 
 def model_given(model: Any, tokenizer: Any) -> Any:
@@ -51,14 +44,14 @@ def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "Mo
     )
 
 
-def unlike(model: "LanguageModel", stored: Mapping[str, Any]) -> str | None:
-    """How a model is not the one of a store's source, or may not be; None if it is, wherever its files are."""
+def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
+    """How a model is not the one of a store, or may not be; None if it is, wherever its files are."""
     from .loaded import LoadedSource, state_hash
 
-    source, spec, known = model.source, spec_of(stored), stored.get("weights")
-    given, recorded = isinstance(source, LoadedSource), "loaded" in stored
+    source, spec, known = model.source, meta.origin.spec, meta.source.get("weights")
+    given, recorded = isinstance(source, LoadedSource), "loaded" in meta.source
     if recorded and not given:
-        same = stored.get("state") == state_hash(model.model, stored["model_dtype"])
+        same = meta.source.get("state") == state_hash(model.model, meta.source["model_dtype"])
     else:
         same = given == recorded and (known == source.dated or known == source.content)
     if known is not None and same:
@@ -79,9 +72,10 @@ def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
 
 def check_rows(rows: Rows, source: "ModelSource") -> None:
     """Refuse rows without windows, or that do not fit a model; loads no weights."""
-    origin = rows.store.meta.source
+    origin = rows.store.meta.origin
+    point, longest = origin.read[0], origin.context
     expected = f"{rows.name} cannot be run through a model: expected"
-    if not {"model", "site", "context"} <= origin.keys():
+    if origin.model is None or not point.site or longest is None:
         raise StoreError(
             f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
             f"or name another store"
@@ -91,12 +85,11 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
             f"{expected} a store that keeps its windows of tokens, got one of an older version; make it "
             "anew by `sae extract`"
         )
-    point = HookPoint.of(origin)
     if point.has_model_width and source.d_model != rows.d_in:
         raise _unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
     if point.layer is not None and point.layer >= source.layers:
         raise _unfit(rows, source, f"a layer {point.layer}, got layers 0 to {source.layers - 1}")
-    longest, most = origin["context"], source.positions
+    most = source.positions
     if most is not None and longest > most:
         raise _unfit(rows, source, f"windows of {longest:,} tokens, got at most {most:,}")
 

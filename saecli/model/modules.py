@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from itertools import product
 from os.path import commonpath
 from typing import Any, cast
 
@@ -19,38 +18,9 @@ from ..base.errors import ConfigError, ModelError
 from ..base.words import did_you_mean
 from ..sae.dictionary import name_of
 from ..store.origin import SITES, HookPoint
-from .blocks import ATTENTIONS, Stream, first_tensor, on_arguments, streams, with_first
+from .blocks import Stream, first_tensor, on_arguments, streams, with_first
+from .families import AFTER_ATTENTION, PAIRS, PARTS, WITH_NORM_AFTER_ATTENTION
 
-MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
-PROJECTIONS = (
-    "o_proj",
-    "c_proj",
-    "out_proj",
-    "dense",
-    "attention.out_proj",
-    "output.dense",
-    "Wo",
-    "out_lin",
-)
-# Norms before the residual stream (Gemma 2, GLM 4); last layers, where attention or MLP return their sum with the
-# residual stream (BLOOM, MPT; `output.dense` of BERT and ESM).
-NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
-LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
-# The first of these parts of a block that it has; "" is the block itself. fc1 and fc2 stand in blocks that have no
-# module for the MLP (OPT). resid_mid is found by what a block computes, see `blocks`.
-PARTS: dict[str, tuple[str, list[str]]] = {
-    "resid_pre": ("in", [""]),
-    "resid_post": ("out", [""]),
-    "mlp_in": ("in", [*MLPS, "fc1", *EXPERTS, "intermediate"]),
-    "mlp_out": ("out", [*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS, "output.dense"]),
-    "attn_out": (
-        "out",
-        ["post_self_attn_layernorm", "self_attention.dense", "attention.output.dense", *ATTENTIONS],
-    ),
-    "attn_z": ("in", [".".join(names) for names in product(ATTENTIONS, PROJECTIONS)]),
-}
-# Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
-PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {*EXPERTS}, "mlp_out": {*EXPERTS}}
 EXPECTED = {
     "resid_mid": "a sum with attention's output that the MLP reads, and nothing else but the block's output",
     "attn_out": "attention alone",
@@ -247,9 +217,8 @@ def _part_at(block: nn.Module, site: str, among: Collection[str] | None) -> tupl
     if site in PAIRS and modules.keys() >= PAIRS[site]:
         return None
     side, parts = PARTS[site]
-    # Norms follow attention and MLP, as in Gemma 2 and AFMoE; OLMo 2 has no others.
-    if site == "attn_out" and modules.keys() & {"post_feedforward_layernorm", "pre_mlp_layernorm"}:
-        parts = ["post_attention_layernorm"]
+    if site == "attn_out" and modules.keys() & WITH_NORM_AFTER_ATTENTION:
+        parts = [AFTER_ATTENTION]
     known = (part for part in parts if modules.get(part) is not None)
     return next(((part, side) for part in known if among is None or part in among), None)
 

@@ -40,8 +40,9 @@ from ..base.devices import multiplies_bf16
 from ..base.errors import ConfigError, ModelError, causes, one_line
 from ..base.files import appearing_whole, file_sha256
 from ..base.network import why_refused, why_unreachable
+from ..store.origin import ModelName
 from ..store.schema import hash_request
-from .names import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
+from .names import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
 GGUF = ".gguf"
 # Files in a model's folder that neither its weights nor its tokenizer are read from.
@@ -92,7 +93,7 @@ class ModelSource:
     @property
     def spec(self) -> str:
         """Its id and commit, as `find_model` takes them."""
-        return at_revision(self.id, self.revision)
+        return ModelName(self.id, self.revision).spec
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
         commit = HfApi().resolve_revision(name, revision=revision, local_files_only=offline)
     # The library raises anything for damaged or foreign names.
     except Exception as error:
-        raise explained(at_revision(name, revision), error) from error
+        raise explained(ModelName(name, revision).spec, error) from error
     config = _config(name, name, commit.resolved)
     return ModelSource(name, name, commit.resolved, config)
 
@@ -222,7 +223,7 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
     except ModelError:
         raise
     except Exception as error:  # transformers raises anything for damaged or foreign files
-        raise explained(at_revision(name, revision), error) from error
+        raise explained(ModelName(name, revision).spec, error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
         raise ModelError(
             f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "

@@ -7,29 +7,26 @@ checkpoint on `sae.safetensors`.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..base.console import Listener, Silent
-from ..base.errors import HubError, RunError
+from ..base.console import Listener
+from ..base.errors import ConfigError, HubError, RunError
 from ..base.files import expanded
 from ..base.home import RUN_MARKER, Home
 from ..base.words import unknown_choice
 from ..store.joined import Joined
-from ..store.origin import point_words
+from ..store.origin import Origin
 from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
-from .formats.common import ORIGIN
 from .hub import Address, fetch, registered, registry_hint
 from .run_documents import read_run
 
-# An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
+# An SAE, a run's name or anything that `model.saes.load_sae` takes; None for the newest run.
 SAELike = SAE | str | Path | None
-# Entries of an origin about the training; the others are about the rows' source.
-TRAINING = ("data", "data_hash", "beside", "target", "split_seed", "fraction")
 
 
 @dataclass(frozen=True)
@@ -75,21 +72,6 @@ def note_if_remade(subject: Subject, stores: Joined, listener: Listener) -> None
         )
 
 
-def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
-    """Load an SAE trained by `sae train` or another library, on the CPU, in its file's precision.
-
-    It takes raw activations: `encode` maps (..., D) to codes (..., F), `decode` codes to reconstructions. `cfg` has its
-    settings, its run's, and its hook point.
-
-    Args:
-        run: a run's name in the home; or a folder with an SAE in any known format, or one of several layers' files
-            there; or such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`, or as `release/id`
-            of the installed SAELens; None for the newest run.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-    """
-    return open_sae(Home.at(home), run, Silent())[1].sae
-
-
 def save_sae(
     sae: SAE,
     folder: str | Path,
@@ -106,44 +88,18 @@ def save_sae(
         raise unknown_choice("format", format, WRITABLE)
     saved = _in_memory(sae.copy_to("cpu", torch.float32))
     if store:
-        origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
-        saved = replace(saved, origin=origin)
+        joined = store if isinstance(store, Joined) else Joined((store,))
+        saved = replace(saved, origin=joined.origin.trained(0, 1.0))
     formats.save(saved, format, expanded(folder))
 
 
 def _in_memory(sae: SAE) -> SavedSAE:
     """An SAE with what its `metadata` records."""
-    origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+    try:
+        origin = Origin.from_json(sae.metadata)
+    except ValueError as error:
+        raise ConfigError(f"the SAE's metadata does not say where it came from: {error}") from error
     return SavedSAE(sae, origin, bool(sae.metadata.get("transcodes")))
-
-
-class Sourced(Protocol):
-    """Stores, or a model whose rows nothing stores."""
-
-    @property
-    def origin(self) -> dict[str, Any]: ...
-
-
-def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
-    """The fields of `Origin` for an SAE's file: the rows' source, their stores, and the split that was trained on."""
-    names = [key for key in ORIGIN if key in stores.origin and key not in TRAINING]
-    source = {key: stores.origin[key] for key in names}
-    if isinstance(stores, Joined):
-        source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
-    return source
-
-
-def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """The names of the hook points of the inputs and of the target, if known."""
-    inputs = origin.get("inputs")
-    names = []
-    for point in inputs or [origin]:
-        if "site" in point:
-            model = f" of {point['model']}" if inputs and "model" in point else ""
-            names.append(point_words(point.get("layer"), point["site"], " ") + model)
-    if "target_site" not in origin:
-        return names, None
-    return names, point_words(origin.get("target_layer"), origin["target_site"], " ")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -161,9 +117,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
-    """An SAE, on its own device (a file's on the CPU), and where it comes from. It is row-major, so that an SAE in
-    memory and the same one from its file give the same bits."""
+def read_sae(
+    home: Home, sae: SAELike, listener: Listener, fold: formats.Fold
+) -> tuple[Subject, SavedSAE]:
+    """As `model.saes.open_sae`, which hands in what brings an SAE onto the rows of a model's site."""
     if isinstance(sae, SAE):
         saved = _in_memory(sae.copy_to(sae.W_enc.device))
         return _known(home, Subject("sae"), saved.origin), saved
@@ -172,14 +129,15 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.warn(f"{subject.name} is not finished; this is its last checkpoint")
-    saved = formats.load(subject.path, subject.row_scale, subject.processing)
+    saved = formats.load(subject.path, subject.row_scale, subject.processing, fold)
     for remark in saved.remarks:
         listener.warn(f"{subject.name} {remark}")
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
     transcodes = saved.is_transcoder or subject.target is not None
-    saved.sae.metadata = settings | saved.origin | ({"transcodes": True} if transcodes else {})
+    further = {"transcodes": True} if transcodes else {}
+    saved.sae.metadata = settings | saved.origin.to_json() | further
     return subject, replace(saved, transcodes=transcodes)
 
 
@@ -193,7 +151,7 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
 
 
 def find_subject(home: Home, text: str | None, listener: Listener) -> Subject:
-    """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub."""
+    """The SAE that a user names, as of `model.saes.load_sae`; with `hf://` only an address on the hub."""
     if text is None or text in home.runs:
         folder = home.runs.find(text)
         return _run(folder, folder.name)
@@ -245,12 +203,17 @@ def _run(folder: Path, name: str) -> Subject:
     )
 
 
-def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
+def _known(home: Home, subject: Subject, origin: Origin) -> Subject:
     """The subject with the stores and the split of an SAE's origin, if the stores are there."""
-    beside = tuple(origin.get("beside", ()))
-    names = [origin[key] for key in ("data", "target") if key in origin] + [*beside]
-    present = [name in home.stores or Path(name).is_dir() for name in names]
-    if "data" not in origin or not all(present):
+    names = [name for name in (origin.data, origin.target, *origin.beside) if name is not None]
+    if origin.data is None or not all(name in home.stores or Path(name).is_dir() for name in names):
         return subject
-    known = {key: origin[key] for key in TRAINING if key in origin}
-    return replace(subject, **known | {"beside": beside})
+    return replace(
+        subject,
+        data=origin.data,
+        data_hash=origin.data_hash,
+        beside=origin.beside,
+        target=origin.target,
+        split_seed=origin.split_seed or 0,
+        fraction=1.0 if origin.fraction is None else origin.fraction,
+    )

@@ -1,6 +1,6 @@
 """Where an SAE acts in a language model, and in which."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +9,11 @@ import torch
 from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..base.words import unknown_choice
-from ..model.choice import ModelLike, model_given, source_of, spec_of
+from ..model.choice import ModelLike, model_given, source_of
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import Subject
-from ..store.origin import SITES, HookPoint
+from ..store.origin import SITES, HookPoint, Origin
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from ..model.source import ModelSource
@@ -26,20 +26,20 @@ class Hooked:
 
     name: str
     sae: SAE
-    models: tuple[str | None, ...]  # that its file names, see `spec_of`; several of a crosscoder
+    models: tuple[str | None, ...]  # that its file names, with revisions; several of a crosscoder
     reads: tuple[HookPoint, ...]
     writes: tuple[HookPoint, ...]
     prepend_bos: bool  # whether windows of its rows begin with special tokens
 
     @property
-    def origin(self) -> dict[str, Any]:
-        """The fields of an SAE's `Origin` that say where it acts."""
-        fields: dict[str, Any] = self.read.place
-        if self.reads != self.writes:
-            fields |= {f"target_{key}": value for key, value in self.written.place.items()}
-        if len(self.reads) > 1:
-            fields["inputs"] = [point.place for point in self.reads]
-        return fields
+    def origin(self) -> Origin:
+        """Its hook points alone."""
+        return Origin(read=self.reads, written=self.target)
+
+    @property
+    def target(self) -> HookPoint | None:
+        """What a transcoder predicts."""
+        return None if self.reads == self.writes else self.written
 
     @property
     def read(self) -> HookPoint:
@@ -72,35 +72,30 @@ def hooked(
     crosscoder of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
     name, origin = subject.name, saved.origin
-    inputs = origin.get("inputs") or []
-    specs = [spec_of(entry if "model" in entry else origin) for entry in inputs]
-    models = tuple(dict.fromkeys(specs)) or (spec_of(origin),)
+    models = tuple(model.spec for model in origin.models) or (None,)
     if len(models) > 1 and what:
         raise ConfigError(
             f"{what} {name} is not defined: expected an SAE of one model, got a crosscoder whose codes "
             f"need the activations of {' and '.join(map(str, models))}; name another run"
         )
-    reads: tuple[HookPoint, ...] = tuple(
-        HookPoint.of(entry, models.index(spec))
-        for entry, spec in zip(inputs, specs, strict=True)
-        if "site" in entry
-    )
-    if len(reads) != len(saved.sae.widths):
+    is_crosscoder = bool(saved.sae.widths) or len(origin.read) > 1
+    reads = tuple(point for point in origin.read if point.site)
+    if is_crosscoder and len(reads) != len(saved.sae.widths):
         raise ConfigError(
             f"{name} is a crosscoder that does not say where it reads: expected "
             f"{len(saved.sae.widths)} hook points in its file, got {len(reads)}; name a run of `sae "
             "train`"
         )
-    point = _hook_point(name, origin, layer, site)
-    reads = reads or (point,)
-    writes = (_target(name, origin),) if saved.is_transcoder else reads
+    point = _hook_point(name, origin.read[0], layer, site)
+    reads = reads if is_crosscoder else (point,)
+    writes = (_target(name, origin.written),) if saved.is_transcoder else reads
     for point in (*reads, *writes):
         if not point.is_known:
             raise ConfigError(
                 f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got "
                 f"{point.site!r}; use another SAE, or correct its file"
             )
-    prepend_bos = origin.get("prepend_bos") is not False
+    prepend_bos = origin.prepend_bos is not False
     return Hooked(name, saved.sae, models, reads, writes, prepend_bos)
 
 
@@ -116,36 +111,33 @@ def demand_apart(acts: Iterable[Hooked]) -> None:
         written[at.written] = at.name
 
 
-def _hook_point(
-    name: str, origin: Mapping[str, Any], layer: int | None, site: str | None
-) -> HookPoint:
+def _hook_point(name: str, recorded: HookPoint, layer: int | None, site: str | None) -> HookPoint:
     """The hook point that an SAE's file names, or that the user gives where it names none."""
     if site is not None and not HookPoint(0, site).is_known:
         raise unknown_choice("site", site, SITES)
     site_option = "module" if site is not None and ":" in site else "site"
-    for option, value, recorded in (
-        ("layer", layer, origin.get("layer")),
-        (site_option, site, origin.get("site")),
+    for option, value, own in (
+        ("layer", layer, recorded.layer),
+        (site_option, site, recorded.site or None),
     ):
-        if value is not None and recorded is not None and value != recorded:
+        if value is not None and own is not None and value != own:
             raise ConfigError(
-                f"--{option} must be {recorded}, as {name} says, got {value}; leave --{option} out"
+                f"--{option} must be {own}, as {name} says, got {value}; leave --{option} out"
             )
-    layer = layer if origin.get("layer") is None else origin["layer"]
-    site = origin.get("site", site)
+    layer = layer if recorded.layer is None else recorded.layer
+    site = recorded.site or site
     if site is None or (layer is None and ":" not in site):
         raise ConfigError(f"{name} records no hook point; give --layer and --site, or --module")
     return HookPoint(layer, site)
 
 
-def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
-    layer, site = origin.get("target_layer"), origin.get("target_site")
-    if site is None or (layer is None and ":" not in site):
+def _target(name: str, written: HookPoint | None) -> HookPoint:
+    if written is None or not written.site or (written.layer is None and ":" not in written.site):
         raise ConfigError(
             f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
             "in its file, got none; name a run of `sae train`"
         )
-    return HookPoint(layer, site)
+    return written
 
 
 def model_of(

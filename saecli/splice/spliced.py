@@ -26,8 +26,9 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..model.loaded import text_config
 from ..model.modules import Modules, blocks_of
+from ..model.saes import open_sae
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, open_sae
+from ..sae.library import SAELike
 from ..store.origin import module_site
 from .generation import first_tokens
 from .hooked import Hooked, demand_apart, hooked
@@ -273,7 +274,7 @@ def _hooked_at(home: Home, sae: SAELike, key: Hashable) -> Hooked:
         layer, site = int(key[0]), key[1]
     elif isinstance(key, str) and key.endswith((":in", ":out")):  # which an SAE's own must be
         site = module_site(key)
-    if site is None and "site" not in saved.origin:
+    if site is None and not saved.origin.read[0].site:
         if not isinstance(key, str) or key == sae:
             raise ConfigError(
                 f"{subject.name} records no hook point; give it as a key, such as "

@@ -1,6 +1,7 @@
 """The stores that are trained on: one, several side by side, or inputs and a target."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..base.home import Home
 from .opening import find_store, open_store
+from .origin import STORES, Origin
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from .schema import hash_request
 from .split import Which
@@ -47,27 +49,24 @@ class Joined:
         )
 
     @property
-    def origin(self) -> dict[str, Any]:
-        """The first input's source, with layer and site of the target and of several inputs, and their models and
-        revisions if they differ."""
-        sources = [store.meta.source for store in self.inputs]
-        models = {(source.get("model"), source.get("revision")) for source in sources}
-        keys = ("layer", "site", "model", "revision") if len(models) > 1 else ("layer", "site")
-        inputs = [{key: source[key] for key in keys if key in source} for source in sources]
-        origin = dict(sources[0])
-        if self.target:
-            target = self.target.meta.source
-            origin |= {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
-        if len(inputs) > 1 and all(inputs):
-            origin["inputs"] = inputs
-        return origin
+    def origin(self) -> Origin:
+        """The first input's, with the hook points of all inputs and of the target, and the stores' names."""
+        origin = Origin.joined([store.meta.origin for store in self.inputs])
+        if self.target and self.target.meta.origin.read[0].site:
+            origin = replace(origin, written=self.target.meta.origin.read[0])
+        first, *others = (store.reference for store in self.inputs)
+        return replace(
+            origin,
+            data=first,
+            data_hash=self.hash,
+            beside=tuple(others),
+            target=self.target.reference if self.target else None,
+        )
 
     def names(self) -> dict[str, Any]:
         """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
-        first, *beside = (store.reference for store in self.inputs)
-        target = self.target and self.target.reference
-        names = {"data": first, "data_hash": self.hash, "beside": beside, "target": target}
-        return {key: name for key, name in names.items() if name}
+        entries = self.origin.to_json()
+        return {name: entries[name] for name in STORES if name in entries}
 
     def options(self) -> dict[str, Any]:
         first, *others = (store.reference for store in self.inputs)
@@ -127,7 +126,7 @@ def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tupl
     """The names of input stores and, of the same layer, target stores, in order of layers; ConfigError unless both have
     the same layers, each once."""
     layers: list[list[Any]] = [
-        [find_store(home, name).meta.source.get("layer") for name in names]
+        [find_store(home, name).meta.origin.read[0].layer for name in names]
         for names in (data, targets)
     ]
     inputs, outputs = (

@@ -1,64 +1,17 @@
 """Where rows come from: the model, its hook points, the text. Imports no NumPy: help pages are fast."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from annotated_types import Ge
 
-from ..base.documents import Fraction
+from ..base.documents import Fraction, parse_json
 from ..base.errors import ConfigError
+from ..base.files import to_json
 
 Layer = Annotated[int, Ge(0)]
-LOCAL = {"local": True}  # of a field: it means something in one home alone
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where rows came from, as recorded in stores and the files of SAEs; None where unknown."""
-
-    model: str | None = None  # hub id, folder or name of the language model
-    revision: str | None = None  # its commit on the hub
-    layer: Layer | None = None  # block, from 0
-    site: str | None = None  # hook point in the block; a module's whole name without a layer
-    dataset: str | None = None
-    context: int | None = None  # tokens in a window
-    prepend_bos: bool | None = None  # whether windows begin with special tokens
-    target_layer: Layer | None = None  # of a transcoder
-    target_site: str | None = None
-    # Of a crosscoder, layer and site of each input, in order, and its model and revision where these differ.
-    inputs: tuple[dict[str, Any], ...] | None = None
-    # Reference of the (first) store, `Joined.hash` of the stores, references of further ones and of the targets'.
-    data: str | None = field(default=None, metadata=LOCAL)
-    data_hash: str | None = field(default=None, metadata=LOCAL)
-    beside: tuple[str, ...] | None = field(default=None, metadata=LOCAL)
-    target: str | None = field(default=None, metadata=LOCAL)
-    split_seed: Annotated[int, Ge(0)] | None = None
-    fraction: Fraction | None = None  # of the training rows that was trained on
-
-
-def published(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """An origin for others: without fields that are `LOCAL`, and of each path only its last part."""
-    names = [entry.name for entry in fields(Origin) if not entry.metadata]
-    return {name: without_folders(origin[name]) for name in names if name in origin}
-
-
-def without_folders(value: Any) -> Any:
-    """A value of a document for others: of each path only the last part."""
-    if isinstance(value, Mapping):
-        return {key: without_folders(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_folders(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return " + ".join(map(_last_part, value.split(" + ")))  # the texts of a mixture
-
-
-def _last_part(name: str) -> str:
-    """The last part of a path; a name on the hub, OWNER/NAME, as it is."""
-    is_path = re.match(r"[/~.]|.*\\|.*/.*/", name, re.DOTALL)
-    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if is_path else name
 
 
 def point_words(layer: int | None, site: str, between: str = ", ") -> str:
@@ -108,14 +61,9 @@ class HookPoint(NamedTuple):
     mlp_out       the MLP's addition to the residual stream
     """
 
-    layer: int | None
-    site: str
+    layer: int | None = None
+    site: str = ""  # empty if unknown
     model: int = 0
-
-    @classmethod
-    def of(cls, origin: Mapping[str, Any], model: int = 0) -> Self:
-        """The hook point in a store's or an input's record."""
-        return cls(origin.get("layer"), origin["site"], model)
 
     def __str__(self) -> str:
         return point_words(self.layer, self.site)
@@ -132,12 +80,210 @@ class HookPoint(NamedTuple):
         """Whether activations there have as many dimensions as the residual stream."""
         return ":" not in self.site and self.site != "attn_z"
 
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"layer": self.layer, "site": self.site}
+    def to_json(self) -> dict[str, Any]:
+        """`layer` and `site`, as far as known; the layer is null outside of blocks."""
+        if self.site:
+            return {"layer": self.layer, "site": self.site}
+        return {} if self.layer is None else {"layer": self.layer}
 
 
 def last_layer(points: Iterable[HookPoint]) -> int | None:
     """The last layer that a pass up to these points needs; None for all, where a module is outside of blocks."""
     layers = [point.layer for point in points]
     return None if None in layers else max(layer for layer in layers if layer is not None)
+
+
+class ModelName(NamedTuple):
+    name: str  # hub id, folder or name of a language model
+    revision: str | None = None  # its commit on the hub
+
+    @property
+    def spec(self) -> str:
+        """The name with its revision, as `find_model` takes it."""
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+    def to_json(self) -> dict[str, str]:
+        return {"model": self.name} | ({"revision": self.revision} if self.revision else {})
+
+
+@dataclass(frozen=True)
+class InputEntries:
+    """An input of a crosscoder as JSON: its model is named only where models differ."""
+
+    layer: Layer | None = None
+    site: str | None = None
+    model: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class OriginEntries:
+    """An `Origin` as JSON, in which unknown entries are left out; layer and site are those of the first input."""
+
+    model: str | None = None
+    revision: str | None = None
+    layer: Layer | None = None
+    site: str | None = None
+    dataset: str | None = None
+    context: int | None = None
+    prepend_bos: bool | None = None
+    target_layer: Layer | None = None
+    target_site: str | None = None
+    inputs: tuple[InputEntries, ...] | None = None
+    data: str | None = None
+    data_hash: str | None = None
+    beside: tuple[str, ...] | None = None
+    target: str | None = None
+    split_seed: Annotated[int, Ge(0)] | None = None
+    fraction: Fraction | None = None
+
+
+ENTRIES = tuple(entry.name for entry in fields(OriginEntries))
+STORED = ENTRIES[: ENTRIES.index("prepend_bos") + 1]  # in a store's source
+STORES = (
+    "data",
+    "data_hash",
+    "beside",
+    "target",
+)  # names and a hash, which mean something in one home alone
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an SAE's rows came from, or a store's; None where unknown."""
+
+    models: tuple[ModelName, ...] = ()  # several only of a crosscoder
+    read: tuple[HookPoint, ...] = (HookPoint(),)  # of each input, in order
+    written: HookPoint | None = None  # of a transcoder's targets
+    dataset: str | None = None
+    context: int | None = None  # tokens in a window
+    prepend_bos: bool | None = None  # whether windows begin with special tokens
+    # Of stores, see `STORES`: references of the first, of further inputs and of the targets'; `Joined.hash` of all.
+    data: str | None = None
+    data_hash: str | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
+    split_seed: int | None = None
+    fraction: float | None = None  # of the training rows that was trained on
+
+    @classmethod
+    def of(cls, entries: OriginEntries) -> Self:
+        inputs = entries.inputs or (InputEntries(entries.layer, entries.site),)
+        first = None if entries.model is None else ModelName(entries.model, entries.revision)
+        named = [
+            first if each.model is None else ModelName(each.model, each.revision) for each in inputs
+        ]
+        models = tuple(name for name in dict.fromkeys(named) if name is not None)
+        read = tuple(
+            HookPoint(each.layer, each.site or "", models.index(name) if name else 0)
+            for each, name in zip(inputs, named, strict=True)
+        )
+        target = HookPoint(entries.target_layer, entries.target_site or "")
+        return cls(
+            models=models,
+            read=read,
+            written=None if target == HookPoint() else target,
+            dataset=entries.dataset,
+            context=entries.context,
+            prepend_bos=entries.prepend_bos,
+            data=entries.data,
+            data_hash=entries.data_hash,
+            beside=entries.beside or (),
+            target=entries.target,
+            split_seed=entries.split_seed,
+            fraction=entries.fraction,
+        )
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The origin in a document, of which further entries are ignored; ValueError for one of another type."""
+        known = {name: document[name] for name in ENTRIES if name in document}
+        return cls.of(parse_json(to_json(known), OriginEntries))
+
+    @classmethod
+    def joined(cls, origins: Sequence[Self]) -> Self:
+        """The first one, with the hook points of all where these are known."""
+        models = tuple(dict.fromkeys(model for origin in origins for model in origin.models))
+        points = [
+            origin.read[0]._replace(model=models.index(origin.models[0]) if origin.models else 0)
+            for origin in origins
+        ]
+        if HookPoint() in points:
+            return origins[0]
+        return replace(origins[0], models=models, read=tuple(points))
+
+    @property
+    def model(self) -> str | None:
+        """The name of the first model."""
+        return self.models[0].name if self.models else None
+
+    @property
+    def spec(self) -> str | None:
+        """The first model, with its commit on the hub if any."""
+        return self.models[0].spec if self.models else None
+
+    def hook_points(self) -> tuple[list[str], str | None]:
+        """The hook points of the inputs and of the target in words, if known."""
+        names = []
+        for point in self.read:
+            model = f" of {self.models[point.model].name}" if len(self.models) > 1 else ""
+            if point.site:
+                names.append(point_words(point.layer, point.site, " ") + model)
+        if self.written is None or not self.written.site:
+            return names, None
+        return names, point_words(self.written.layer, self.written.site, " ")
+
+    def trained(self, split_seed: int, fraction: float) -> Self:
+        """The origin of an SAE trained on that fraction of a split's rows; rows of no store have no split."""
+        return (
+            self if self.data is None else replace(self, split_seed=split_seed, fraction=fraction)
+        )
+
+    def published(self) -> Self:
+        """The same for others: without names of stores, and of each path only its last part."""
+        entries = {name: value for name, value in self.to_json().items() if name not in STORES}
+        return self.from_json(without_folders(entries))
+
+    def to_json(self) -> dict[str, Any]:
+        """The entries as of `OriginEntries` that are known."""
+        inputs = []
+        for point in self.read:
+            model = self.models[point.model].to_json() if len(self.models) > 1 else {}
+            inputs.append(point.to_json() | model)
+        written = {} if self.written is None else self.written.to_json()
+        further = {
+            "dataset": self.dataset,
+            "context": self.context,
+            "prepend_bos": self.prepend_bos,
+            "inputs": inputs if len(inputs) > 1 else None,
+            "data": self.data,
+            "data_hash": self.data_hash,
+            "beside": [*self.beside] or None,
+            "target": self.target,
+            "split_seed": self.split_seed,
+            "fraction": self.fraction,
+        }
+        entries = {
+            **(self.models[0].to_json() if self.models else {}),
+            **self.read[0].to_json(),
+            **{f"target_{name}": value for name, value in written.items()},
+            **{name: value for name, value in further.items() if value is not None},
+        }
+        return {name: entries[name] for name in ENTRIES if name in entries}
+
+
+def without_folders(value: Any) -> Any:
+    """A value of a document for others: of each path only the last part."""
+    if isinstance(value, Mapping):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return " + ".join(map(_last_part, value.split(" + ")))  # the texts of a mixture
+
+
+def _last_part(name: str) -> str:
+    """The last part of a path; a name on the hub, OWNER/NAME, as it is."""
+    is_path = re.match(r"[/~.]|.*\\|.*/.*/", name, re.DOTALL)
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if is_path else name

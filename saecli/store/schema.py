@@ -24,6 +24,7 @@ from ..base.files import appearing_whole, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from ..base.options import Check
 from .options import StoredDtype
+from .origin import STORED, Origin
 from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 4
@@ -117,9 +118,10 @@ class WorldRecord:
 class StoreMeta:
     """The contents of `store.json`.
 
-    `source` says where the rows come from: model, layer, site, dataset, ... `median_norm` is that of the first block's
-    finite rows, None until there is a shard; `norms` are those of all rows. `sources` counts the rows of each text of a
-    mixture, in the order of the column `source`; `control_tokens` those of each of a chat template's tokens, by id.
+    `source` says where the rows come from: model, layer, site, dataset and so on; `origin` has the typed part of it.
+    `median_norm` is that of the first block's finite rows, None until there is a shard; `norms` are those of all rows.
+    `sources` counts the rows of each text of a mixture, in the order of the column `source`; `control_tokens` those of
+    each of a chat template's tokens, by id.
     """
 
     source: dict[str, Any]
@@ -149,6 +151,10 @@ class StoreMeta:
     def __post_init__(self) -> None:
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
+
+    @cached_property
+    def origin(self) -> Origin:
+        return Origin.from_json({name: self.source[name] for name in STORED if name in self.source})
 
     @cached_property
     def rows(self) -> int:
@@ -223,6 +229,7 @@ class StoreMeta:
         """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
         demand_version(text, FORMAT_VERSION, oldest=3)
         meta = parse_json(text, cls)
+        _ = meta.origin  # which checks its types
         if meta.format_version == FORMAT_VERSION:
             return meta
         last, count = meta.shards[-1].resume if meta.shards else None, len(meta.shards)

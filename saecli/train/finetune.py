@@ -23,14 +23,15 @@ from ..extract.streaming import Streamed, open_stream
 from ..model.choice import check_rows
 from ..model.language_model import LanguageModel
 from ..model.names import ModelDtype
+from ..model.saes import open_sae
 from ..model.source import ModelSource
 from ..model.windows import stored_windows
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
+from ..sae.library import SAELike, Subject, lasting_name, note_if_remade
 from ..splice.hooked import Hooked, hooked, model_of
 from ..splice.passes import Passes
 from ..store.joined import Joined, open_joined
-from ..store.origin import place_given
+from ..store.origin import Origin, place_given
 from ..store.reader import Rows
 from ..store.split import Split
 from ..store.values import TextWindow
@@ -232,8 +233,10 @@ class FinetuneRun(Run):
         return ThroughLoop(training, self.text)
 
     @property
-    def origin(self) -> dict[str, Any]:
-        return super().origin | self.text.hooked.origin
+    def origin(self) -> Origin:
+        acts = self.text.hooked
+        written = acts.target or super().origin.written
+        return replace(super().origin, read=acts.reads, written=written)
 
     @property
     def summary(self) -> str:
@@ -329,5 +332,5 @@ def finetune(
     for warning in training.notes():
         listener.warn(warning)
     assert training.comparison is not None, "it begins with an SAE"
-    tuned.metadata = run.plan.settings() | run.origin | training.comparison.measures
+    tuned.metadata = run.plan.settings() | run.origin.to_json() | training.comparison.measures
     return tuned

@@ -17,9 +17,9 @@ from ..base.options import Config, choose, demand_known, options_of
 from ..base.words import flag_of
 from ..sae.activations import ACTIVATIONS, Activation
 from ..sae.dictionary import SAE
-from ..sae.library import origin_of
 from ..store.joined import Joined
 from ..store.opening import find_store, warn_of
+from ..store.origin import Origin
 from ..store.reader import ActivationStore, JoinedRows, Rows, StoredRows
 from . import SOLVERS
 from .loop import Loop
@@ -123,19 +123,19 @@ def fit(
         sae = Loop(training).train()
     for warning in training.notes():
         listener.warn(warning)
-    sae.metadata = plan.settings() | _origin(rows, plan.training)
+    sae.metadata = plan.settings() | _origin(rows, plan.training).to_json()
     if target is not None:
         sae.metadata["transcodes"] = True
     return sae
 
 
-def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
+def _origin(rows: Fitted, training: TrainingConfig) -> Origin:
     if isinstance(rows, Joined):
-        return origin_of(rows, training.split_seed, training.fraction)
+        return rows.origin.trained(training.split_seed, training.fraction)
     if isinstance(rows, Rows | JoinedRows):
         split = rows.inputs[0].split
-        return origin_of(Joined.of(rows), split.seed, split.fraction)
-    return {}
+        return Joined.of(rows).origin.trained(split.seed, split.fraction)
+    return Origin()
 
 
 def planned(

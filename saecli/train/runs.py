@@ -38,9 +38,9 @@ from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..sae.formats.common import read_safetensors, write_tensors
-from ..sae.library import origin_of
 from ..sae.run_documents import RUN_VERSION
 from ..store.joined import Joined, open_joined
+from ..store.origin import Origin
 from . import SOLVERS
 from .loop import Loop
 from .options import TrainingConfig
@@ -67,9 +67,9 @@ class Run:
         return Loop(training)
 
     @property
-    def origin(self) -> dict[str, Any]:
-        """The fields of `Origin` for the SAE's file."""
-        return origin_of(self.stores, self.plan.training.split_seed, self.plan.training.fraction)
+    def origin(self) -> Origin:
+        training = self.plan.training
+        return self.stores.origin.trained(training.split_seed, training.fraction)
 
     @property
     def summary(self) -> str:

@@ -18,9 +18,10 @@ from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
+from ..model.saes import open_sae
 from ..sae.activations import Activation, LearnsThresholds, activation_to_json
 from ..sae.dictionary import SAE, Batch
-from ..sae.library import hook_points, lasting_name, open_sae
+from ..sae.library import lasting_name
 from ..sae.normalisation import Normalisation
 from ..store.joined import Joined
 from ..store.reader import RowSource
@@ -117,7 +118,7 @@ class Start:
     def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:
         """A start from an SAE, a run's name or anything else that `load_sae` takes."""
         subject, saved = open_sae(home, sae, listener)
-        inputs, _ = hook_points(saved.origin)
+        inputs, _ = saved.origin.hook_points()
         return cls(
             lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae, tuple(inputs)
         )
@@ -193,7 +194,7 @@ class Start:
                     f"{name} cannot be trained on these rows: expected {what} of {wanted} dimensions, "
                     f"got {got}; use other rows, or another SAE"
                 )
-        inputs = hook_points(Joined.of(rows).origin)[0] if rows.inputs else []
+        inputs = Joined.of(rows).origin.hook_points()[0] if rows.inputs else []
         if [*self.inputs] != inputs and sorted(self.inputs) == sorted(inputs):
             raise ConfigError(
                 f"--data names the inputs of {name} in another order than it was trained on; name "

@@ -20,6 +20,7 @@ from homes import (
     random_sae,
     sae_for,
     some_rows,
+    with_origin,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from saecli.base.documents import parse_json
 from saecli.base.errors import SaeError
 from saecli.sae.activations import ACTIVATIONS
-from saecli.sae.formats import FORMATS, SavedSAE, load, save
-from saecli.store.origin import published
+from saecli.sae.formats import FORMATS, load, save
+from saecli.store.origin import HookPoint, ModelName, Origin
 
 
 @pytest.mark.parametrize(
@@ -48,12 +49,11 @@ from saecli.store.origin import published
     ],
 )
 def test_of_a_path_only_its_last_part_is_published(dataset: str, kept: str):
-    inputs = [{"model": dataset, "layer": 3}, {"any": {"new": [dataset]}}]
-    got = published({"dataset": dataset, "inputs": inputs, "data": "mine", "unknown": dataset})
-    assert got == {
-        "dataset": kept,
-        "inputs": [{"model": kept, "layer": 3}, {"any": {"new": [kept]}}],
-    }
+    read = (HookPoint(3, "resid_post"), HookPoint(3, "resid_post", 1))
+    origin = Origin((ModelName(dataset), ModelName("gpt2")), read, dataset=dataset, data="mine")
+    entries = origin.published().to_json()
+    assert entries["dataset"] == entries["model"] == entries["inputs"][0]["model"] == kept
+    assert "data" not in entries and entries["inputs"][1]["model"] == "gpt2"
 
 
 ODD = (None, True, 0, -1, 10**400, 1e308, "x", "", [], [[]], {}, {"a": 1})
@@ -129,7 +129,7 @@ def test_another_librarys_configuration_changed_is_read_or_refused(
     tmp_path: Path, format: str, config: str, transcodes: bool
 ):
     saved = sae_for(format, "relu-topk", "jumprelu")
-    saved = SavedSAE(saved.sae, MLP) if transcodes else saved
+    saved = with_origin(saved.sae, MLP) if transcodes else saved
     assert not FORMATS[format].lacks(saved)
     save(saved, format, tmp_path / "sae")
     path = tmp_path / "sae" / config
@@ -141,7 +141,7 @@ def test_another_librarys_configuration_changed_is_read_or_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_a_native_header_with_an_entry_changed_is_read_or_refused(tmp_path: Path, act: str):
-    saved = SavedSAE(random_sae(activation_of(act)), {"model": "gpt2", "layer": 3})
+    saved = with_origin(random_sae(activation_of(act)), {"model": "gpt2", "layer": 3})
     save(saved, "native", tmp_path / "sae")
     path = tmp_path / "sae" / "sae.safetensors"
     tensors = load_file(path)

@@ -32,6 +32,7 @@ from saecli.sae.activations.base import between
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 from saecli.sae.library import find_subject
+from saecli.store.origin import Origin
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.values import Windows
@@ -134,7 +135,7 @@ def make_runs(home: Path, count: int, latents: int = 16) -> None:
     first = home / "runs" / "r0"
     first.mkdir(parents=True)
     (first / "run.json").write_text(json.dumps(document))
-    save_native(SavedSAE(sae, {"data": "s"}), first)
+    save_native(SavedSAE(sae, Origin(data="s")), first)
     for number in range(1, count):
         shutil.copytree(first, home / "runs" / f"r{number}")
 

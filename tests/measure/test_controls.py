@@ -15,7 +15,6 @@ import saecli
 from saecli.measure.controls import of_model, shuffled
 from saecli.model.language_model import LanguageModel
 from saecli.model.source import find_model
-from saecli.store.origin import HookPoint
 from saecli.store.reader import RowSource
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
@@ -175,7 +174,7 @@ def test_random_weights_are_read_by_norms_of_their_own(sae: CommandLine):
     for norm in drawn.model.modules():
         if "RMSNorm" in type(norm).__name__:
             torch.nn.init.uniform_(norm.weight, 0, 3)
-    point = HookPoint.of(rows.store.meta.source)
+    point = rows.store.meta.origin.read[0]
     random = of_model(drawn, rows, nothing)
     np.testing.assert_allclose(random.reads, drawn.reads(point).numpy(), rtol=1e-6)
     assert np.ptp(random.reads) > 0.1

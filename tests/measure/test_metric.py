@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_store, some_rows
+from homes import CommandLine, make_store, some_rows, with_origin
 from sklearn.cluster import KMeans
 
 import saecli
@@ -21,7 +21,7 @@ from saecli.measure.hook_points import HookPointSums
 from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import FORMATS, SavedSAE, load, save
+from saecli.sae.formats import FORMATS, load, save
 from saecli.sae.metrics import reconstruction
 from saecli.store.values import Spread
 from saecli.train.rows import ArrayRows
@@ -93,12 +93,12 @@ def test_files_of_every_format_keep_it(tmp_path: Path, form: str) -> None:
     given = {"target": x[:, ::-1].copy()} if transcodes else {}
     sae = saecli.fit(x, act="relu", normalize="standardize", **given, **QUICK)
     origin = {"layer": 0, "site": "mlp_in", "target_layer": 0, "target_site": "mlp_out"}
-    save(SavedSAE(sae, origin if transcodes else {}), form, tmp_path / "sae")
+    save(with_origin(sae, origin if transcodes else {}), form, tmp_path / "sae")
     found = load(tmp_path / "sae").sae
     assert sae.scale is not None and found.scale is not None
     assert torch.equal(found.scale, sae.scale) and found.scale.dtype == torch.float32
     sae.scale = None
-    save(SavedSAE(sae, origin if transcodes else {}), form, tmp_path / "unknown")
+    save(with_origin(sae, origin if transcodes else {}), form, tmp_path / "unknown")
     assert load(tmp_path / "unknown").sae.scale is None
 
 

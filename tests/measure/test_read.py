@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, change_json, crosscoder_of, make_run, steerable, trained_on_docs
+from homes import (
+    CommandLine,
+    change_json,
+    crosscoder_of,
+    make_run,
+    steerable,
+    trained_on_docs,
+    with_origin,
+)
 from plain_hooks import blocks, noted
 from rich.console import Console
 from tiny_models import CONFIGS, save_model
@@ -21,7 +29,7 @@ import saecli
 from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, save_native
+from saecli.sae.formats import save_native
 from saecli.show.prompts import ColouredText
 
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
@@ -117,7 +125,7 @@ def test_a_transcoder_has_the_codes_of_what_it_reads(tmp_path: Path):
     folder, sae = save_model(tmp_path / "model", "llama"), steerable(Relu())
     place = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
     (tmp_path / "transcoder").mkdir()
-    save_native(SavedSAE(sae, {"model": str(folder), **place}), tmp_path / "transcoder")
+    save_native(with_origin(sae, {"model": str(folder), **place}), tmp_path / "transcoder")
     document = saecli.read(tmp_path / "transcoder", TEXT, latents=EVERY)
     assert (document["layer"], document["site"]) == (1, "mlp_in")
     model, ids = opened(folder)

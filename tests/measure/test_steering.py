@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs
+from homes import CommandLine, crosscoder_of, make_run, steerable, trained_on_docs, with_origin
 from plain_hooks import blocks, noted, replaced
 from tiny_models import EOS, open_model, prompt, save_model
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ import saecli
 from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, load, save_native
+from saecli.sae.formats import load, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
@@ -123,7 +123,7 @@ def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(
     sae, token_ids, folder = steerable(), prompt(), tmp_path / "transcoder"
     folder.mkdir()
     place = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
-    save_native(SavedSAE(sae, place), folder)
+    save_native(with_origin(sae, place), folder)
     mlp = blocks(model)[1].mlp
 
     def changed(y: Tensor) -> Tensor:

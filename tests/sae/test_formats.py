@@ -16,9 +16,11 @@ from homes import (
     CommandLine,
     activation_of,
     crosscoder_of,
+    load,
     make_store,
     make_transcoder,
     random_sae,
+    with_origin,
 )
 from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
 from safetensors.torch import load_file, save_file
@@ -27,7 +29,7 @@ import saecli
 from saecli.base.errors import ConfigError, FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save
+from saecli.sae.formats import FORMATS, SavedSAE, recognise, save
 
 X = torch.from_numpy(ROWS).float()
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post"}
@@ -136,7 +138,7 @@ def test_a_folder_is_read_by_its_formula(
 ) -> None:
     expected = write(tmp_path)
     saved = load(expected.path)
-    assert recognise(expected.path) == form and saved.origin == origin
+    assert recognise(expected.path) == form and saved.origin.to_json() == origin
     transcodes = saved.sae.d_out != saved.sae.d_in or "target_layer" in origin
     if form == "sparsify":
         transcodes = json.loads((expected.path / "cfg.json").read_text())["transcode"]
@@ -171,14 +173,14 @@ def test_an_sae_comes_back_from_a_format_or_is_refused(
     able = form.transcoders if transcodes else form.activations
     if written not in able or (form.one_width and width != D):
         with pytest.raises(FormatError, match=f"^{name} cannot express .*written as .*native"):
-            save(SavedSAE(sae, origin), name, tmp_path / "out")
+            save(with_origin(sae, origin), name, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
         return
-    save(SavedSAE(sae, origin), name, tmp_path / "out")
+    save(with_origin(sae, origin), name, tmp_path / "out")
     saved = load(tmp_path / "out")
     assert recognise(tmp_path / "out") == name and saved.is_transcoder == transcodes
     kept = KEPT.get(name, origin)
-    assert saved.origin == {key: value for key, value in origin.items() if key in kept}
+    assert saved.origin.to_json() == {key: value for key, value in origin.items() if key in kept}
     torch.testing.assert_close(saved.sae(X), sae(X), atol=1e-4, rtol=1e-5)
     if (name, act) != ("dictionary-learning", "relu"):  # whose codes are scaled
         torch.testing.assert_close(saved.sae.encode(X), sae.encode(X), atol=1e-4, rtol=1e-5)
@@ -308,13 +310,13 @@ def test_hook_points_that_circuit_tracer_cannot_express(tmp_path: Path) -> None:
         ({"layer": 3}, "without site, target_layer, target_site"),
     ):
         with pytest.raises(FormatError, match=said):
-            save(SavedSAE(made("relu", True), origin), "circuit-tracer", tmp_path / "out")
+            save(with_origin(made("relu", True), origin), "circuit-tracer", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_files_have_the_names_that_circuit_tracer_asks_for(tmp_path: Path) -> None:
     sae = made("batchtopk", skip=True)
-    save(SavedSAE(sae, MLP), "circuit-tracer", tmp_path / "out")
+    save(with_origin(sae, MLP), "circuit-tracer", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "layer_3.safetensors")
     names = {"W_enc", "b_enc", "W_dec", "b_dec", "W_skip", "activation_function.threshold"}
     assert tensors.keys() == names and tensors["W_enc"].shape == (F, D)

@@ -216,14 +216,15 @@ from saecli.base.errors import FormatError
 from saecli.sae.activations import BatchTopK
 from saecli.sae.formats import FORMATS, WRITABLE, SavedSAE, save
 from saecli.sae.dictionary import SAE
+from saecli.store.origin import HookPoint, Origin
 sae = SAE(torch.ones(64, 256), torch.ones(256), torch.ones(256, 64), torch.ones(64), ReluTopK(k=2))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, {resource.RLIM_INFINITY}))
-places = {{"layer": 3, "site": "mlp_in", "target_layer": 3, "target_site": "mlp_out"}}
+MLP = Origin(read=(HookPoint(3, "mlp_in"),), written=HookPoint(3, "mlp_out"))
 for name in WRITABLE:
     form = FORMATS[name]
     activation = ReluTopK(k=2) if ReluTopK in form.activations else Relu()
     try:
-        save(SavedSAE(sae.changed(activation), {{}} if form.activations else places), name, Path(sys.argv[1]) / name)
+        save(SavedSAE(sae.changed(activation), Origin() if form.activations else MLP), name, Path(sys.argv[1]) / name)
     except (FormatError, OSError) as error:
         print(type(error).__name__)
 """

@@ -13,7 +13,7 @@ import homes
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine
+from homes import CommandLine, load, with_origin
 from launching import captured, python_with
 from model_hub import WRITER, serving
 from tiny_models import LAYERS, WIDTH, save_model
@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save, save_all
+from saecli.sae.formats import FORMATS, Format, SavedSAE, save, save_all
 
 pytestmark = pytest.mark.slow
 LIBRARIES = {  # which library reads a format
@@ -85,7 +85,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ours |= transcoders(FORMATS[request.param])
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
-        save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
+        save(with_origin(sae, origin), request.param, folder / "ours" / name)
     if request.param == "circuit-tracer":
         save_all(the_set("gpt2", D), request.param, folder / "ours" / "set")
     script = [f"{request.param.replace('-', '_')}.py"]
@@ -103,7 +103,9 @@ def the_set(model: str, width: int) -> list[SavedSAE]:
         shapes = ((width, F), (F,), (F, width), (width,), (width, width))
         *tensors, skip = (torch.randn(shape, generator=generator) for shape in shapes)
         sae = SAE(*tensors, JumpRelu(), {"threshold": torch.full((F,), 1.0)}, W_skip=skip)
-        saves.append(SavedSAE(sae, MLP | {"model": model, "layer": layer, "target_layer": layer}))
+        saves.append(
+            with_origin(sae, MLP | {"model": model, "layer": layer, "target_layer": layer})
+        )
     return saves
 
 
@@ -164,7 +166,7 @@ def test_saebench_takes_an_sae_with_unit_decoder_vectors_and_its_reconstructions
     saes = {kind.name: sae_with(kind) for kind in (TopK, BatchTopK, JumpRelu)}
     saes["topk"].W_dec[3] = 0
     for name, sae in saes.items():
-        save(SavedSAE(sae, ORIGIN), "native", tmp_path / "runs" / name)
+        save(with_origin(sae, ORIGIN), "native", tmp_path / "runs" / name)
     words = [python, SCRIPTS / "sae_bench.py", tmp_path]
     captured(words, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[1])}, check=True)
     for name, sae in saes.items():

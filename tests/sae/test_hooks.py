@@ -7,7 +7,7 @@ from pathlib import Path
 import published
 import pytest
 import torch
-from homes import CommandLine, change_json, fvu, random_sae
+from homes import CommandLine, change_json, fvu, load, random_sae, with_origin
 from plain_hooks import noted
 from published import D
 from safetensors.torch import load_file, save_file
@@ -15,11 +15,12 @@ from tiny_models import CONFIGS, WIDTH, loaded, save_model, stored
 from transformers import BloomConfig, GemmaConfig, GPTJConfig
 
 from saecli.model.names import BUNDLED
+from saecli.model.saes import fold_in, why_not_folded
 from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, load, save
-from saecli.sae.formats.hooks import NORMALIZED, settled, why_unsettled
-from saecli.store.origin import HookPoint
+from saecli.sae.formats import SavedSAE, save
+from saecli.sae.formats.hooks import NORMALIZED
+from saecli.store.origin import HookPoint, ModelName, Origin
 
 LAYER = 1
 DEEP = {"num_hidden_layers": 3, "hidden_size": WIDTH, "vocab_size": 64, "pad_token_id": 0}
@@ -90,7 +91,7 @@ def write(
 ) -> Path:
     """As SAELens writes it."""
     origin = {"target_layer": LAYER, "target_site": "mlp_out"} if transcoder else {}
-    save(SavedSAE(sae, {"layer": LAYER, "site": "resid_pre", **origin}), "saelens", folder)
+    save(with_origin(sae, {"layer": LAYER, "site": "resid_pre", **origin}), "saelens", folder)
     config = json.loads((folder / "cfg.json").read_text())
     names = {"model_name": model, "hook_name": f"blocks.{LAYER}.{hook}"}
     config["metadata"] |= names | {"model_from_pretrained_kwargs": processing}
@@ -113,7 +114,7 @@ def test_an_sae_before_the_norms_weight_is_read_for_mlp_in_and_written_so(
     has_layer_norm = {"fold_ln": True} if name in ("gpt2", "gpt-neox", "gptj") else {}
     path = write(tmp_path / "sae", original, str(folder), NORMALIZED, transcoder, **has_layer_norm)
     saved = load(path)
-    assert saved.origin["site"] == "mlp_in" and "folded in" in saved.remarks[0]
+    assert saved.origin.read[0].site == "mlp_in" and "folded in" in saved.remarks[0]
     close(saved.sae.encode(ours), original.encode(theirs))
     # What the norm does after it has normalised, by regression of each dimension.
     x, y = theirs.double() - theirs.double().mean(0), ours.double() - ours.double().mean(0)
@@ -141,7 +142,7 @@ def test_heads_of_gpt2_without_value_biases_are_read_for_attn_z(tmp_path: Path) 
     folds = {"fold_value_biases": True}
     path = write(tmp_path / "sae", original, str(folder), "attn.hook_z", False, **folds)
     saved = load(path)
-    assert saved.origin["site"] == "attn_z" and "without value biases" in saved.remarks[0]
+    assert saved.origin.read[0].site == "attn_z" and "without value biases" in saved.remarks[0]
     close(saved.sae.encode(ours), original.encode(theirs))
     close(saved.sae(ours), original(theirs) + values)
     save(saved, "saelens", tmp_path / "out")
@@ -149,14 +150,14 @@ def test_heads_of_gpt2_without_value_biases_are_read_for_attn_z(tmp_path: Path) 
     assert config["metadata"]["model_from_pretrained_kwargs"] == {}
     close(load(tmp_path / "out").sae(ours), original(theirs) + values)
     kept = load(write(tmp_path / "kept", original, "gpt2-absent", "attn.hook_z", False, **folds))
-    assert kept.origin["site"] == "attn.hook_z" and torch.equal(kept.sae.W_enc, original.W_enc)
+    assert kept.origin.read[0].site == "attn.hook_z" and torch.equal(kept.sae.W_enc, original.W_enc)
 
 
 def test_an_sae_of_one_head_is_at_no_site(tmp_path: Path) -> None:
     metadata = {"hook_name": "blocks.8.attn.hook_z", "hook_head_index": 5}
     metadata |= {"model_name": "google/gemma-2-2b"}
     origin = load(published.saelens(tmp_path, metadata=metadata).path).origin
-    assert origin == {"model": "google/gemma-2-2b"}
+    assert origin == Origin((ModelName("google/gemma-2-2b"),))
 
 
 def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_path: Path) -> None:
@@ -164,17 +165,17 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
     for number, model in enumerate(("google/gemma-2-2b", "some/model", "~x", "a" * 300, None)):
         path = write(tmp_path / str(number), original, model, NORMALIZED, False)
         saved = load(path)
-        assert saved.origin["site"] == NORMALIZED and saved.remarks == ()
+        assert saved.origin.read[0].site == NORMALIZED and saved.remarks == ()
         assert torch.equal(saved.sae.W_enc, original.W_enc)
         save(saved, "saelens", path / "again")
         assert torch.equal(load(path / "again").sae.W_enc, original.W_enc)
         origin = {"model": model, "layer": 1, "site": "mlp_in"}
-        save(SavedSAE(original, origin), "saelens", path / "out")
+        save(with_origin(original, origin), "saelens", path / "out")
         config = json.loads((path / "out" / "cfg.json").read_text())
         assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
-        assert load(path / "out").origin["site"] == "mlp_in"
-    rows = {"model": "gpt2", "layer": 1, "site": "mlp_in"}
-    assert "hf download" in str(why_unsettled(rows | {"site": NORMALIZED}, rows))
+        assert load(path / "out").origin.read[0].site == "mlp_in"
+    rows, before_weight = (Origin(read=(HookPoint(1, site),)) for site in ("mlp_in", NORMALIZED))
+    assert "hf download" in str(why_not_folded(before_weight, rows))
 
 
 @pytest.mark.slow
@@ -201,7 +202,7 @@ def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_
     saelens_file = write(tmp_path / "saelens", original, "tiny-gemma2", NORMALIZED)
     ends = {"layer": 1, "site": NORMALIZED, "target_layer": 1, "target_site": "mlp_out"}
     for number, origin in enumerate((ends | {"model": "tiny-gemma2"}, ends)):
-        save(SavedSAE(original, origin), "circuit-tracer", tmp_path / f"tracer-{number}")
+        save(with_origin(original, origin), "circuit-tracer", tmp_path / f"tracer-{number}")
     for path in (saelens_file, tmp_path / "tracer-0", tmp_path / "tracer-1"):
         words = (path, "--data", "mlp_in", "--target", "mlp_out", "--split", "all")
         done = sae("eval", *words, "--json")
@@ -228,15 +229,15 @@ def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_
 def test_sparsifys_folders_are_named_as_modules(
     tmp_path: Path, place: str, transcode: bool, origin: dict
 ) -> None:
-    assert load(published.sparsify(tmp_path / place, transcode).path).origin == origin
+    assert load(published.sparsify(tmp_path / place, transcode).path).origin.to_json() == origin
 
 
 def test_the_outputs_of_blooms_modules_are_the_rows_of_their_sites(tmp_path: Path) -> None:
     folder = model_of(tmp_path / "model", "bloom")
     for module, site in (("mlp", "resid_post"), ("mlp.dense_4h_to_h", "mlp_out")):
         origin = {"model": str(folder), "layer": LAYER, "site": f"{module}:out"}
-        saved = SavedSAE(random_sae(Relu(), WIDTH), origin)
-        assert settled(saved).origin["site"] == site
+        saved = with_origin(random_sae(Relu(), WIDTH), origin)
+        assert fold_in(saved).origin.read[0].site == site
         close(rows_at(folder, site), rows_at(folder, f"{module}:out"))
 
 
@@ -273,7 +274,7 @@ def test_submodules_of_dictionary_learning(
 ) -> None:
     path = published.dictionary_learning(tmp_path, submodule_name=name).path
     change_json(path / "config.json", buffer={"io": io})
-    assert load(path).origin.get("site") == site
+    assert load(path).origin.read[0].site == (site or "")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str 
     hooks = {"hook_name": f"blocks.8.{hook}", "hook_name_out": f"blocks.9.{hook}"}
     saved = load(published.saelens(tmp_path, "transcoder", metadata=hooks).path)
     ends = {"layer": 8, "site": site, "target_layer": 9, "target_site": site}
-    assert saved.origin == (ends if site else {})
+    assert saved.origin.to_json() == (ends if site else {})
     save(saved, "saelens", tmp_path / "out")
     assert load(tmp_path / "out").origin == saved.origin
 
@@ -312,7 +313,7 @@ def test_hook_z_is_attn_z_where_values_have_no_bias(
 ) -> None:
     hooks = {"hook_name": "blocks.8.attn.hook_z"} | ({"model_name": model} if model else {})
     saved = load(published.saelens(tmp_path, metadata=hooks).path)
-    assert saved.origin["site"] == site
+    assert saved.origin.read[0].site == site
     save(saved, "saelens", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "cfg.json").read_text())
     assert written["reshape_activations"] == "hook_z"
@@ -332,7 +333,7 @@ def test_hook_z_is_attn_z_where_values_have_no_bias(
 def test_gemma_scope_2_modules_that_are_sites(tmp_path: Path, hook: object, origin: dict) -> None:
     ends = {"hf_hook_point_in": hook, "hf_hook_point_out": hook}
     saved = load(published.gemma_scope_2(tmp_path, **ends).path)
-    assert saved.origin == {"model": "google/gemma-3-4b-pt"} | origin
+    assert saved.origin.to_json() == {"model": "google/gemma-3-4b-pt"} | origin
 
 
 def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(

@@ -10,7 +10,16 @@ import numpy as np
 import published
 import pytest
 import torch
-from homes import MLP, CommandLine, make_run, make_store, make_transcoder, random_sae, some_rows
+from homes import (
+    MLP,
+    CommandLine,
+    make_run,
+    make_store,
+    make_transcoder,
+    random_sae,
+    some_rows,
+    with_origin,
+)
 from huggingface_hub import HfApi, ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
@@ -18,7 +27,7 @@ import saecli
 from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, TopK
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.hub import Address
-from saecli.store.origin import Origin
+from saecli.store.origin import InputEntries, OriginEntries
 
 # The hub's client uploads large files by a call that its own HTTP library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -186,8 +195,8 @@ def everywhere(kind: object) -> Any:
         return everywhere(get_args(kind)[0])
     if get_origin(kind) is tuple:
         return [everywhere(get_args(kind)[0])] * 2
-    if get_origin(kind) is dict:
-        return {"model": EVERYWHERE, "new": [EVERYWHERE], "site": "mlp_in", "layer": 3}
+    if kind is InputEntries:
+        return {"model": EVERYWHERE, "revision": EVERYWHERE, "site": "mlp_in", "layer": 3}
     assert kind in (int, str, bool, float)
     return {int: 3, bool: True, float: 0.5, str: EVERYWHERE}[kind]
 
@@ -198,7 +207,7 @@ def everywhere(kind: object) -> Any:
 def test_no_path_of_this_machine_is_in_a_written_byte(
     sae: CommandLine, hub: ModelHub, tmp_path: Path, form: str, command: str
 ) -> None:
-    kinds = get_type_hints(Origin).items()
+    kinds = get_type_hints(OriginEntries).items()
     origin = {name: everywhere(kind) for name, kind in kinds if not name.startswith("target")}
     origin["site"] = "resid_post"
     if form == "saelens":  # which would take them for a crosscoder's
@@ -212,8 +221,8 @@ def test_no_path_of_this_machine_is_in_a_written_byte(
     sae("push", "run", "someone/saes", "--format", form).succeeds()
     files = hub.repos["someone/saes"].files
     assert not any(b"/home/me" in content for content in files.values())
-    place = "llama, layer 3 resid_post" if form == "saelens" else "mlp_in of llama"
-    assert place in files["README.md"].decode()
+    site = "resid_post" if form == "saelens" else "mlp_in"
+    assert f"llama, layer 3 {site}" in files["README.md"].decode()
     assert ModelCard(files["README.md"].decode()).data.base_model is None
 
 
@@ -426,7 +435,7 @@ def test_a_transcoders_folder_is_pushed_with_its_targets_named(
 ) -> None:
     transcoder = random_sae(TopK(k=4))
     make_transcoder(sae.home, "run", transcoder)
-    save(SavedSAE(transcoder, MLP), "native", tmp_path / "copy")
+    save(with_origin(transcoder, MLP), "native", tmp_path / "copy")
     words = ("push", tmp_path / "copy", "someone/saes", "--data", "x")
     sae(*words).fails(2, "by --data and --target")
     assert sae(*words, "--target", "y", "--json").json["format"] == "native"

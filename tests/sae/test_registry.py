@@ -12,7 +12,7 @@ import published
 import pytest
 import torch
 import yaml
-from homes import CommandLine, make_run, make_store, random_sae
+from homes import CommandLine, load, make_run, make_store, random_sae
 from huggingface_hub import constants
 from launching import captured, python_with
 from model_hub import ModelHub, files_of
@@ -23,7 +23,7 @@ from saecli.base.console import Silent
 from saecli.base.errors import FormatError, RunError
 from saecli.base.home import Home
 from saecli.sae.activations import ReluTopK
-from saecli.sae.formats import SavedSAE, load, save
+from saecli.sae.formats import SavedSAE, save
 from saecli.sae.hub import Address, registered
 from saecli.sae.library import Subject, find_subject, lasting_name
 
@@ -158,7 +158,7 @@ def test_a_release_is_read_by_its_formula(tmp_path: Path, place: str) -> None:
     origin = {"model": model, "layer": int(layer)}
     origin |= dict(zip(("site", "target_site"), sites, strict=False))
     origin |= {"target_layer": int(layer)} if len(sites) == 2 else {}
-    assert saved.origin == origin and saved.is_transcoder == (len(sites) == 2)
+    assert saved.origin.to_json() == origin and saved.is_transcoder == (len(sites) == 2)
     published.assert_reads(saved.sae, expected)
 
 

@@ -264,7 +264,7 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
     document = sae(words, "--dataset", files[0], "--dataset", files[1]).json
     assert [*document["sources"].values()] == pytest.approx([750, 750], rel=0.05)
     store = ActivationStore.open(Path(document["path"]))
-    assert store.name == stream.name and store.meta.source == stream.origin
+    assert store.name == stream.name and store.meta.source == stream.meta.source
     (train,), (test,) = (store.split(which).sequential(10_000) for which in ("train", "test"))
     np.testing.assert_allclose(found, train[:1000], rtol=0.02, atol=0.05)  # batches of other shapes
     (held_out,) = tested.sequential(10_000)

@@ -21,6 +21,7 @@ from homes import (
     make_store,
     some_rows,
     weights,
+    with_origin,
 )
 from launching import captured
 from model_hub import ModelHub
@@ -34,7 +35,7 @@ from tuning import LENGTH, written_texts
 import saecli
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, save_native
+from saecli.sae.formats import save_native
 
 TRAIN = "train --each --solver sgd --act batchtopk --k 4 --d-sae 32 --steps 30 --batch-size 64"
 PAIRS = ("--data", "m-l*-mlp_in", "--target", "m-l*-mlp_out", "--name", "t")
@@ -125,7 +126,7 @@ def make_set(home: Path, model: str, activation: Activation, **changes: dict[int
         origin = {"model": model, "layer": layer, "site": "mlp_in"}
         origin |= {"target_layer": layer, "target_site": "mlp_out"}
         folder = make_run(home, f"r-{layer}", sae, data="m-l0-mlp_in")
-        save_native(SavedSAE(sae, origin | changes.get("layers", {}).get(layer, {})), folder)
+        save_native(with_origin(sae, origin | changes.get("layers", {}).get(layer, {})), folder)
 
 
 def test_a_set_is_one_folder_of_all_layers_that_reads_as_the_runs(sae, home, model, tmp_path):

@@ -27,7 +27,7 @@ import torch
 from ...base.documents import demand_version, parse_json
 from ...base.errors import FormatError, one_line
 from ...base.files import folder_appearing_whole, is_free, to_json
-from ...store.origin import Origin
+from ...store.origin import Origin, OriginEntries
 from ..activations import (
     ACTIVATIONS,
     Activation,
@@ -42,7 +42,6 @@ from ..activations import (
 from ..dictionary import SAE
 from . import circuit_tracer, common, libraries, scopes
 from .common import SavedSAE
-from .hooks import settled
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Header:
     """The entry `saecli` of the header of this tool's own file."""
 
     activation: dict[str, Any]
-    origin: Origin
+    origin: OriginEntries
     prefixes: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     transcodes: bool = False
@@ -96,7 +95,7 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
     header = {
         "format_version": NATIVE_VERSION,
         "activation": activation_to_json(saved.sae.activation),
-        "origin": saved.origin,
+        "origin": saved.origin.to_json(),
         "prefixes": saved.sae.prefixes,
         "widths": saved.sae.widths,
         "transcodes": saved.is_transcoder,
@@ -116,13 +115,11 @@ def load_native(folder: Path) -> SavedSAE:
     try:
         demand_version(metadata["saecli"], NATIVE_VERSION)
         header = parse_json(metadata["saecli"], Header)
-        parse_json(to_json(header.origin.inputs or ()), tuple[Origin, ...])  # only to check them
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
     sae = common.assemble(path, tensors, activation, False, header.prefixes, True, header.widths)
-    origin = {name: value for name, value in vars(header.origin).items() if value is not None}
-    return SavedSAE(sae, origin, header.transcodes)
+    return SavedSAE(sae, Origin.of(header.origin), header.transcodes)
 
 
 # The first whose files are all present is used: sparsify before native.
@@ -184,6 +181,7 @@ FORMATS: dict[str, Format] = {
         (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
+Fold = Callable[[SavedSAE], SavedSAE]
 # What entries of damaged files raise where they are used.
 DAMAGE = (RuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
@@ -253,9 +251,16 @@ def known_files() -> str:
 
 
 def load(
-    path: Path, row_scale: float | None = None, processing: Mapping[str, Any] | None = None
+    path: Path,
+    row_scale: float | None = None,
+    processing: Mapping[str, Any] | None = None,
+    fold: Fold = lambda saved: saved,
 ) -> SavedSAE:
-    """Read the SAE in a folder, or in one of several layers' files; a registry may say what a file lacks."""
+    """Read the SAE in a folder, or in one of several layers' files.
+
+    row_scale, processing: what a file lacks and a registry says.
+    fold: brings it onto the rows of a model's site, as `model.saes.fold_in` does.
+    """
     found = _found(path)
     if len(found) > 1:
         raise FormatError(f"{path} holds {len(found)} SAEs: name one, such as {path / min(found)}")
@@ -281,7 +286,7 @@ def load(
         ) from error
     if processing is not None:
         saved = replace(saved, processing=saved.processing | dict(processing))
-    saved = settled(saved)
+    saved = fold(saved)
     if saved.scaled:
         if row_scale is None:
             raise FormatError(

@@ -15,6 +15,7 @@ import torch
 
 from ...base.errors import FormatError, one_line
 from ...base.files import appearing_whole
+from ...store.origin import HookPoint
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
@@ -53,11 +54,10 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     lowest = sae.activation_parameters.get("threshold", torch.zeros(1)).min()
     if lowest < 0:  # where circuit-tracer's codes may be negative
         raise FormatError(f"{file}: expected thresholds of at least 0, got {lowest:g}")
-    origin = {"model": config.get("model_name"), "layer": layer}
-    for of, side in (("", "input"), ("target_", "output")):
-        hook = config.get(f"feature_{side}_hook")
-        origin |= hooks.origin_of_hook(f"blocks.{layer}.{hook}", of) if hook else {}
-    return SavedSAE(sae, common.origin_from(origin), transcodes=True)
+    names = (config.get(f"feature_{side}_hook") for side in ("input", "output"))
+    read, written = (name and hooks.point_of_hook(f"blocks.{layer}.{name}") for name in names)
+    origin = common.origin_of(config.get("model_name"), read or HookPoint(layer), written or None)
+    return SavedSAE(sae, origin, transcodes=True)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -79,36 +79,43 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
     names = NAMES | common.SKIP
     if not isinstance(sae.activation, Relu):
         names |= THRESHOLD
-    path = folder / f"layer_{saved.origin['layer']}.safetensors"
-    common.write_sae(path, sae, names)
-    return saved.origin["layer"], in_common(saved)
+    layer = saved.origin.read[0].layer
+    assert layer is not None  # which `_config` demands
+    common.write_sae(folder / f"layer_{layer}.safetensors", sae, names)
+    return layer, in_common(saved)
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:
     """The entries of config.yaml; FormatError for hook points that it cannot name."""
     origin, activation = saved.origin, saved.sae.activation
-    ends = ("layer", "site", "target_layer", "target_site")
-    missing = [name for name in ends if origin.get(name) is None]
+    read, written = origin.read[0], origin.written or HookPoint()
+    known = {
+        "layer": read.layer is not None,
+        "site": bool(read.site),
+        "target_layer": written.layer is not None,
+        "target_site": bool(written.site),
+    }
+    missing = [name for name, is_known in known.items() if not is_known]
     if missing:
         raise FormatError(
             "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
             f"trained on stores that `sae extract` made, got one without {', '.join(missing)}"
         )
-    if origin["layer"] != origin["target_layer"]:
+    if read.layer != written.layer:
         raise FormatError(
-            f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
-            f"{origin['target_layer']}; expected rows and targets of one layer"
+            f"circuit-tracer cannot express a transcoder from layer {read.layer} to layer "
+            f"{written.layer}; expected rows and targets of one layer"
         )
-    config = {"model_name": origin["model"]} if "model" in origin else {}
+    config = {} if origin.model is None else {"model_name": origin.model}
     config["model_kind"] = "transcoder_set"
-    for side, of in (("input", ""), ("output", "target_")):
-        name = hooks.hook_name(origin, of)
+    for side, point in (("input", read), ("output", written)):
+        name = hooks.hook_name(point)
         if name is None or ":" in name:
             raise FormatError(
                 f"circuit-tracer cannot name a transcoder's {side}: expected a site such as mlp_in or mlp_out, "
-                f"got {origin[f'{of}site']}; train one on stores of `sae extract --site`, or export it to native"
+                f"got {point.site}; train one on stores of `sae extract --site`, or export it to native"
             )
-        config[f"feature_{side}_hook"] = name.removeprefix(f"blocks.{origin['layer']}.")
+        config[f"feature_{side}_hook"] = name.removeprefix(f"blocks.{read.layer}.")
     return config | (
         {"activation": "topk", "k": activation.k} if isinstance(activation, TopK) else {}
     )

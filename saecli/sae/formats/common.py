@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ...base.documents import parse_json, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, to_json
 from ...store.arrays import check_memory, load_torch, naming
-from ...store.origin import Origin
+from ...store.origin import HookPoint, ModelName, Origin
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes
 from ..dictionary import SAE
@@ -41,7 +41,6 @@ SKIP = {"W_skip": "W_skip.T"}  # of libraries that compute `x @ W_skip.T`
 THRESHOLD = {"threshold": "threshold"}
 GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
 GATED["b_mag"] = "b_enc"
-ORIGIN = {name: get_args(kind)[0] for name, kind in get_type_hints(Origin).items()}
 TO_FIT = "end other programs, or read it on a machine with more"
 
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
@@ -63,7 +62,7 @@ class SavedSAE:
     """An SAE as found in a folder."""
 
     sae: SAE
-    origin: dict[str, Any] = field(default_factory=dict)  # the known fields of `documents.Origin`
+    origin: Origin = field(default_factory=Origin)
     transcodes: bool = False  # whether the file calls it a transcoder
     scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
     processing: dict[str, Any] = field(default_factory=dict)  # options of TransformerLens' model
@@ -74,7 +73,8 @@ class SavedSAE:
         """Whether its targets differ from its rows, by record or weights."""
         return (
             self.transcodes
-            or not self.origin.keys().isdisjoint(("target_layer", "target_site", "target"))
+            or self.origin.written is not None
+            or self.origin.target is not None
             or self.sae.W_skip is not None
             or self.sae.d_out != self.sae.d_in
         )
@@ -263,17 +263,21 @@ def read_config(path: Path, kind: type[Document]) -> Document:
         raise FormatError(f"cannot read {path}: {error}") from error
 
 
-def origin_from(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """An origin from another library's entries, without unexpected types and negative numbers."""
-    origin: dict[str, Any] = {
-        name: value
-        for name, value in entries.items()
-        if type(value) is ORIGIN[name] and (type(value) is not int or value >= 0)
-    }
+def models_named(name: Any) -> tuple[ModelName, ...]:
+    """A model by another library's name, under its name on the hub; none for what is no name."""
+    if not isinstance(name, str):
+        return ()
     for pattern, on_hub in MODELS.items():
-        if re.fullmatch(pattern, origin.get("model", "")):
-            return origin | {"model": re.sub(pattern, on_hub, origin["model"])}
-    return origin
+        if re.fullmatch(pattern, name):
+            return (ModelName(re.sub(pattern, on_hub, name)),)
+    return (ModelName(name),)
+
+
+def origin_of(
+    model: Any, read: HookPoint | None, written: HookPoint | None = None, **text: Any
+) -> Origin:
+    """An origin by another library's name of the model, if it is one; `text`: further fields."""
+    return Origin(models_named(model), (read or HookPoint(),), written, **text)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...base.errors import FormatError
 from ...base.files import write_json
+from ...store.origin import HookPoint
 from ..activations import AbsTopK, Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK
 from ..codes import Prefixes
 from ..dictionary import SAE
@@ -88,13 +89,14 @@ def load_saelens(folder: Path) -> SavedSAE:
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
     of_one_head = metadata.get("hook_head_index") is not None  # whose rows are no site
-    origin = {
-        "model": metadata.get("model_name"),
-        **({} if of_one_head else _origin(metadata.get("hook_name"))),
-        **(_origin(metadata.get("hook_name_out"), "target_") if transcodes else {}),
-        "context": metadata.get("context_size"),
-        "prepend_bos": metadata.get("prepend_bos"),
-    }
+    context, bos = metadata.get("context_size"), metadata.get("prepend_bos")
+    origin = common.origin_of(
+        metadata.get("model_name"),
+        None if of_one_head else _point(metadata.get("hook_name")),
+        _point(metadata.get("hook_name_out")) if transcodes else None,
+        context=context if type(context) is int and context >= 0 else None,
+        prepend_bos=bos if isinstance(bos, bool) else None,
+    )
     scaled = config.get("normalize_activations") == SCALED
     scaler = folder / SAELENS_SCALER
     if scaled and scaler.is_file():
@@ -102,12 +104,12 @@ def load_saelens(folder: Path) -> SavedSAE:
         sae, scaled = common.unscaled(sae, factor), False
     options = metadata.get("model_from_pretrained_kwargs")
     processing = options if isinstance(options, dict) else {}
-    return SavedSAE(sae, common.origin_from(origin), transcodes, scaled, processing)
+    return SavedSAE(sae, origin, transcodes, scaled, processing)
 
 
-def _origin(hook: Any, of: str = "") -> dict[str, Any]:
-    """Layer and site of TransformerLens' hook point, or of transformers' module, whose output SAELens then takes."""
-    return hooks.origin_of_hook(hook, of) or hooks.origin_of_module(hook, "output", of)
+def _point(hook: Any) -> HookPoint | None:
+    """TransformerLens' hook point, or transformers' module, whose output SAELens then takes."""
+    return hooks.point_of_hook(hook) or hooks.point_of_module(hook, "output")
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,10 +149,10 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     metadata = {
         "sae_lens_version": SAELENS_VERSION,
         "sae_lens_training_version": None,
-        "model_name": origin.get("model"),
-        "hook_name": hooks.hook_name(origin),
-        "context_size": origin.get("context"),
-        "prepend_bos": origin.get("prepend_bos"),
+        "model_name": origin.model,
+        "hook_name": hooks.hook_name(origin.read[0]),
+        "context_size": origin.context,
+        "prepend_bos": origin.prepend_bos,
         "model_from_pretrained_kwargs": {
             option: value for option, value in saved.processing.items() if value
         },
@@ -162,13 +164,13 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         "device": "cpu",
         "apply_b_dec_to_input": False,
         "normalize_activations": "none",
-        "reshape_activations": "hook_z" if origin.get("site") in ("attn_z", hooks.Z) else "none",
+        "reshape_activations": "hook_z" if origin.read[0].site in ("attn_z", hooks.Z) else "none",
         "metadata": metadata,
     }
     if saved.is_transcoder:
         config["architecture"] = TRANSCODERS[type(sae.activation)][sae.W_skip is not None]
         config["d_out"] = sae.d_out
-        metadata["hook_name_out"] = hooks.hook_name(origin, "target_")
+        metadata["hook_name_out"] = hooks.hook_name(origin.written)
     else:
         config["architecture"] = ARCHITECTURES[type(sae.activation)]
     if isinstance(sae.activation, ReluTopK | AbsTopK):
@@ -198,10 +200,9 @@ def load_sparsify(folder: Path) -> SavedSAE:
     tensors = common.read_renamed(file, names)
     sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
     module = folder.absolute().name
-    origin = hooks.origin_of_module(module, "input" if transcodes else "output")
-    if transcodes:
-        origin |= hooks.origin_of_module(module, "output", "target_")
-    return SavedSAE(sae, origin, transcodes)
+    read = hooks.point_of_module(module, "input" if transcodes else "output")
+    written = hooks.point_of_module(module, "output") if transcodes else None
+    return SavedSAE(sae, common.origin_of(None, read, written), transcodes)
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
@@ -311,17 +312,15 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     if "group_sizes" in tensors:
         sizes = map(operator.index, tensors.pop("group_sizes").tolist())
         prefixes = tuple(accumulate(sizes)) or (0,)
-    site = trainer.submodule_name
-    if isinstance(site, str):
-        site = re.sub(r"_layer_?\d+", "", site)
+    layer, site = trainer.layer, ""
+    if isinstance(trainer.submodule_name, str):
+        site = re.sub(r"_layer_?\d+", "", trainer.submodule_name)
         if isinstance(config.buffer, dict) and config.buffer.get("io") == "in":
             site = INPUTS.get(site, site)
+    point = HookPoint(layer if type(layer) is int and layer >= 0 else None, site)
     sae = common.assemble(file, tensors, activation, layout.subtracts, prefixes)
     common.take_metric(sae, path.read_bytes())
-    return SavedSAE(
-        sae,
-        common.origin_from({"model": trainer.lm_name, "layer": trainer.layer, "site": site}),
-    )
+    return SavedSAE(sae, common.origin_of(trainer.lm_name, point))
 
 
 def _extra(sae: SAE, name: str) -> Tensor:
@@ -352,9 +351,9 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
         "trainer_class": layout.trainer,
         "activation_dim": sae.d_in,
         "dict_size": sae.d_sae,
-        "lm_name": origin.get("model"),
-        "layer": origin.get("layer"),
-        "submodule_name": origin.get("site"),
+        "lm_name": origin.model,
+        "layer": origin.read[0].layer,
+        "submodule_name": origin.read[0].site or None,
     }
     trainer |= {"k": sae.k} if sae.k else {}
     write_json(folder / LEARNING_CONFIG, {"trainer": trainer} | common.metric_of(sae))

@@ -26,6 +26,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from ...base.errors import FormatError
+from ...store.origin import HookPoint, Origin
 from ..activations import JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
@@ -64,12 +65,10 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     if layer is None:  # rows are embeddings before Gemma scales them
         sae, kind, layer = common.unscaled(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
     model = f"google/gemma-2-{size}-it" if tuned == "it" else f"google/gemma-2-{size}"
-    origin: dict[str, Any] = {"model": model, "layer": int(layer)}
+    read, written = HookPoint(int(layer), GEMMA_KINDS.get(kind, "")), None
     if kind == "transcoders":
-        origin |= {"site": hooks.NORMALIZED, "target_layer": int(layer), "target_site": "mlp_out"}
-    elif kind in GEMMA_KINDS:
-        origin["site"] = GEMMA_KINDS[kind]
-    return SavedSAE(sae, origin)
+        read, written = HookPoint(int(layer), hooks.NORMALIZED), HookPoint(int(layer), "mlp_out")
+    return SavedSAE(sae, common.origin_of(model, read, written))
 
 
 def _named_by(folder: Path) -> dict[str, Any]:
@@ -98,15 +97,15 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "type", "sae", "transcoder")
     common.refuse_unless(path, config, "affine_connection", False, True)
     rows, targets = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
-    origin = {"model": config.get("model_name"), **hooks.origin_of_module(rows)}
     path = folder / GEMMA_WEIGHTS
     skip = SKIP if config.get("affine_connection", False) else {}
     tensors = common.read_renamed(path, GEMMA_NAMES | skip)
     differ = None not in (rows, targets) and rows != targets
     transcodes = config.get("type") == "transcoder" or bool(skip) or differ
-    origin |= hooks.origin_of_module(targets, of="target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
-    return SavedSAE(sae, common.origin_from(origin), transcodes)
+    written = hooks.point_of_module(targets) if transcodes else None
+    origin = common.origin_of(config.get("model_name"), hooks.point_of_module(rows), written)
+    return SavedSAE(sae, origin, transcodes)
 
 
 def load_gemma_scope_2_crosscoder(folder: Path) -> SavedSAE:
@@ -114,8 +113,8 @@ def load_gemma_scope_2_crosscoder(folder: Path) -> SavedSAE:
     common.refuse_unless(folder / CONFIG, config, "architecture", "jump_relu")
     common.refuse_unless(folder / CONFIG, config, "type", "crosscoder")
     begin, layers, end = re.split("[{}]", config["hf_hook_point_in"])
-    inputs = [hooks.origin_of_module(f"{begin}{int(layer)}{end}") for layer in layers.split(",")]
-    files = [folder / GEMMA_LAYER.format(number) for number in range(len(inputs))]
+    points = [hooks.point_of_module(f"{begin}{int(layer)}{end}") for layer in layers.split(",")]
+    files = [folder / GEMMA_LAYER.format(number) for number in range(len(points))]
     parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     tensors["W_dec"] = tensors["W_dec"].flatten(1)
@@ -124,8 +123,8 @@ def load_gemma_scope_2_crosscoder(folder: Path) -> SavedSAE:
     tensors["W_enc"] = torch.block_diag(*(part["W_enc"] for part in parts))
     widths = tuple(part["b_dec"].numel() for part in parts)
     sae = common.assemble(folder, tensors, JumpRelu(), widths=widths)
-    origin = common.origin_from({"model": config.get("model_name"), **inputs[0]})
-    return SavedSAE(sae, origin | {"inputs": inputs})
+    read = tuple(point or HookPoint() for point in points)
+    return SavedSAE(sae, Origin(common.models_named(config.get("model_name")), read))
 
 
 LLAMA_CONFIG, LLAMA_WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
@@ -195,10 +194,9 @@ def _unscaled(
         sae = sae.changed(threshold=threshold)
     sae = common.unscaled(sae, *(math.sqrt(sae.d_in) / norms[end] for end in ("in", "out")))
     models = (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute()))
-    origin = {"model": next(models, None)}
-    origin |= hooks.origin_of_hook(config.hook_point_in)
-    origin |= hooks.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}
-    return SavedSAE(sae, common.origin_from(origin), transcodes)
+    read, written = map(hooks.point_of_hook, (config.hook_point_in, config.hook_point_out))
+    origin = common.origin_of(next(models, None), read, written if transcodes else None)
+    return SavedSAE(sae, origin, transcodes)
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
@@ -214,8 +212,8 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
     models = (f"Qwen/{match[1]}" for match in map(_MODEL.fullmatch, names) if match)
     layer = int(re.findall(r"\d+", file.name)[0])
-    origin = {"model": next(models, None), "layer": layer, "site": "resid_post"}
-    return SavedSAE(common.assemble(file, tensors, activation), common.origin_from(origin))
+    origin = common.origin_of(next(models, None), HookPoint(layer, "resid_post"))
+    return SavedSAE(common.assemble(file, tensors, activation), origin)
 
 
 def load_goodfire(file: Path) -> SavedSAE:
@@ -226,7 +224,7 @@ def load_goodfire(file: Path) -> SavedSAE:
     model, _, end = file.name.rpartition("-SAE-l")
     owner = "deepseek-ai" if model.startswith("DeepSeek") else "meta-llama"
     layer = int(re.findall(r"\d+", end)[0])
-    return SavedSAE(sae, {"model": f"{owner}/{model}", "layer": layer, "site": "resid_post"})
+    return SavedSAE(sae, common.origin_of(f"{owner}/{model}", HookPoint(layer, "resid_post")))
 
 
 def load_attention_heads(file: Path) -> SavedSAE:
@@ -234,5 +232,5 @@ def load_attention_heads(file: Path) -> SavedSAE:
     tensors = common.renamed(file, common.read_torch(file), common.PLAIN)
     sae = common.assemble(file, tensors, Relu(), subtracts=True)
     layer = int(re.findall(r"_L(\d+)_", file.name)[0])
-    origin = {"model": "gpt2", "layer": layer, "site": hooks.Z}
+    origin = common.origin_of("gpt2", HookPoint(layer, hooks.Z))
     return SavedSAE(sae, origin, processing={"fold_value_biases": True})

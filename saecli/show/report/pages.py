@@ -20,7 +20,7 @@ from ...measure.measured import Measured
 from ...measure.report import FEWEST_ROWS, LatentReport, interest, peak_agreement
 from ...model.tokenizer import characters
 from ...sae.metrics import DENSE_FREQUENCY
-from ...store.origin import point_words, without_folders
+from ...store.origin import without_folders
 from ..measures import curve, frequency_edges, l0_bins
 
 L0_BINS = 40
@@ -63,12 +63,11 @@ def overview(report: LatentReport, pages: "LatentPages", neuronpedia: str | None
 
 
 def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
-    sae, source = run.sae, run.saved.origin | run.store.meta.source
-    if inputs := run.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
+    sae, stored = run.sae, run.stores.origin
+    source = run.saved.origin.to_json() | run.store.meta.origin.to_json()
+    if len(stored.read) > 1:  # of a crosscoder, in the place of the first's
         names = [
-            f"{point_words(place.get('layer'), place['site'])} of "
-            + Path(place.get("model", source.get("model"))).name
-            for place in inputs
+            f"{point} of {Path(stored.models[point.model].name).name}" for point in stored.read
         ]
         source = {"model": " + ".join(names)}
     hook_point = {name: without_folders(source.get(name)) for name in ("model", "layer", "site")}
