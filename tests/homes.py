@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import storing
 import torch
 from safetensors.torch import load_file
 
@@ -26,8 +27,6 @@ from saecli.sae.activations import ACTIVATIONS, Activation, Relu, activation_to_
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, save_native
 from saecli.store.origin import Origin
-from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
 
 D, F, PREFIXES = 8, 20, (3, 8, 20)
 RESIDUAL = {"model": "gpt2", "layer": 3, "site": "resid_post"}
@@ -68,11 +67,10 @@ def reconstruction_oracle(
 
 
 def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarray:
-    sizes = {"d_in": rows.shape[1], "shard_rows": len(rows), "chunk_rows": 256}
-    wanted = StoreMeta({"kind": "array"}, request_hash=name, dtype="float32", **sizes, **meta)
-    with StoreWriter.open(home / "activations" / name, wanted) as writer:
-        writer.append(rows, {}, {"row": 0})
-        writer.finish()
+    """The rows as a store of a home, in one shard."""
+    sizes = {"block": len(rows), "shard_rows": len(rows), "chunk_rows": 256}
+    meta = {"source": {"kind": "array"}, "request_hash": name, **sizes, **meta}
+    storing.make_store(home / "activations" / name, rows, **meta)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Latents by the cosines of decoder vectors: aligned with known features, matched one to one, nearest to each other.
+"""Latents by the cosines of decoder vectors: aligned with known features, matched one to one, near each other.
 
 Shapes: C chosen latents, D = d_in, F = d_sae, G features, or latents of another SAE, M = min(F, G).
 """
@@ -6,6 +6,7 @@ Shapes: C chosen latents, D = d_in, F = d_sae, G features, or latents of another
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..base.console import Listener
 from ..sae.dictionary import SAE
+
+if TYPE_CHECKING:
+    from .latents import CoFiring
 
 LEAST_NORM = 1e-8  # a vector no longer than this has cosines of 0, or nearly so
 BLOCK_COSINES = 1 << 24  # of neighbours, per product: 64 MB in float32
@@ -114,3 +119,13 @@ def neighbours(
         show(done)
     values, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
     return values, latents
+
+
+def near_latents(
+    sae: SAE, chosen: Tensor, count: int, cofiring: "CoFiring", listener: Listener
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The `neighbours` of chosen latents, (C,), and their `CoFiring.partners`."""
+    with listener.progress("comparing latents", len(chosen), "latents") as show:
+        by_cosine = neighbours(sae, chosen, count, show)
+    with listener.progress("counting pairs", len(chosen), "latents") as show:
+        return by_cosine, cofiring.partners(chosen, count, show)

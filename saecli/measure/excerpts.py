@@ -18,7 +18,7 @@ from scipy.sparse import csc_array, csr_array, vstack
 from ..base.console import Listener
 from ..model.tokenizer import TokenTexts
 from ..store.split import TEST_FRACTION, Which
-from .cosines import neighbours
+from .cosines import near_latents
 from .latents import CoFiring, ExcerptShape, row_blocks
 from .measured import Measured, at_tokens, spread_out
 
@@ -189,10 +189,9 @@ def _near(
 ) -> dict[int, list[int]]:
     """The latents near chosen ones, (C,), in turn by cosine of decoder vectors and by co-firing."""
     latents = torch.from_numpy(chosen).to(run.sae.W_dec.device)
-    with listener.progress("comparing latents", len(latents), "latents") as show:
-        cosines, by_cosine = neighbours(run.sae, latents, NEAR_LATENTS, show)
-    with listener.progress("counting pairs", len(latents), "latents") as show:
-        phi, by_phi = cofiring.partners(latents, NEAR_LATENTS, show)
+    (cosines, by_cosine), (phi, by_phi) = near_latents(
+        run.sae, latents, NEAR_LATENTS, cofiring, listener
+    )
     near = torch.stack([by_cosine, by_phi], dim=2).flatten(1)
     is_near = torch.stack([cosines, phi], dim=2).flatten(1) > 0
     rows = zip(chosen.tolist(), near, is_near, strict=True)

@@ -17,7 +17,7 @@ from ..base.words import counted
 from ..model.choice import source_of, unlike
 from ..sae.metrics import DENSE_FREQUENCY, doubts, firing
 from ..train.runs import read_metrics
-from .cosines import neighbours
+from .cosines import near_latents
 from .evaluate import evaluate_all, noted, own_models, stored_models
 from .hook_points import hook_points_document
 from .labels import shown_labels
@@ -83,10 +83,9 @@ def report_latents(
     places = hook_points_document(run, listener)
     W_dec = run.sae.W_dec
     latents = torch.tensor(chosen, device=W_dec.device)
-    with listener.progress("comparing latents", len(chosen), "latents") as show:
-        by_cosine = neighbours(run.sae, latents, REPORTED_NEIGHBOURS, show)
-    with listener.progress("counting pairs", len(chosen), "latents") as show:
-        partners = survey.cofiring.partners(latents, REPORTED_NEIGHBOURS, show)
+    by_cosine, partners = near_latents(
+        run.sae, latents, REPORTED_NEIGHBOURS, survey.cofiring, listener
+    )
     outputs = None
     if unembedding is not None:
         head, columns = unembedding

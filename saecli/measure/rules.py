@@ -132,42 +132,62 @@ class Rule:
 
 def choose_rules(tokens: CorpusTokens) -> list[Rule | None]:
     """The rule of each latent, None where none is better than chance on the training tokens."""
-    corpus = tokens.corpus
-    fires = csr_array(corpus.codes.T)[:, : corpus.trained]  # (F, n)
-    firings = np.diff(fires.indptr)
-    weights = _weighted(fires)
-    fires.data[:] = 1
-    silent = np.count_nonzero(corpus.positions[: corpus.trained] >= 0) - firings
+    firings = _Firings.of(tokens.corpus)
     # What each latent's rule adds to a balanced accuracy of 1/2, less its kind's cost; the first of equals is taken.
-    best = np.zeros(len(firings))
-    rules: list[Rule | None] = [None] * len(firings)
+    F = len(firings.counts)
+    best = np.zeros(F)
+    rules: list[Rule | None] = [None] * F
     for kind in RULE_KINDS:
-        # The firings of each latent on tokens that have each value, (F, V): their number, their weight.
         having, names = tokens.having(kind.values(tokens))
-        trained = having[: corpus.trained]
-        counts, weighted = csr_array(fires @ trained), csr_array(weights @ trained)
-        counts.sort_indices()
-        weighted.sort_indices()
-        # What each value adds to the balanced accuracy; these arrays are alike, an entry of (F, V) each.
-        latents = np.arange(len(firings)).repeat(np.diff(counts.indptr))
-        recall = (weighted.data - np.sqrt(weighted.data)) / firings[latents]
-        silent_with_value = trained.sum(0)[counts.indices] - counts.data
-        false_alarms = silent_with_value / np.maximum(silent[latents], 1)
-        gains = np.where(silent[latents] > 0, recall - false_alarms, 0) / 2
-        # The values of each latent's rule: the largest gains, if they are large enough.
-        order = np.lexsort((-gains, latents))
-        ranks = np.arange(len(order)) - counts.indptr[latents]
-        least = np.where(ranks > 0, LEAST_GAIN, 0)
-        chosen = order[(ranks < kind.most) & (gains[order] > least)]
-        starts = np.searchsorted(latents[chosen], np.arange(len(firings) + 1))
-        # Where the rule is better than with earlier kinds, it is taken.
-        scores = np.bincount(latents[chosen], gains[chosen], len(firings)) - kind.cost
+        latents, values, gains = firings.gains(having)
+        chosen = _largest(latents, gains, kind.most)
+        scores = np.bincount(latents[chosen], gains[chosen], F) - kind.cost
+        starts = np.searchsorted(latents[chosen], np.arange(F + 1))
         by_value = csc_array(having)
         for latent in np.flatnonzero(scores > best).tolist():
-            numbers = counts.indices[chosen[starts[latent] : starts[latent + 1]]]
+            numbers = values[chosen[starts[latent] : starts[latent + 1]]]
             rules[latent] = Rule(kind.words, tuple(names[numbers]), by_value, numbers)
         best = np.maximum(best, scores)
     return rules
+
+
+class _Firings(NamedTuple):
+    """Where latents fire, and are silent, on the training tokens."""
+
+    fires: csr_array  # 1 or 0, (F, n)
+    weights: csr_array  # of the firings, (F, n)
+    counts: np.ndarray  # of firings, (F,)
+    silent: np.ndarray  # number of rows without, (F,)
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> "_Firings":
+        fires = csr_array(corpus.codes.T)[:, : corpus.trained]
+        counts, weights = np.diff(fires.indptr), _weighted(fires)
+        fires.data[:] = 1
+        rows = np.count_nonzero(corpus.positions[: corpus.trained] >= 0)
+        return cls(fires, weights, counts, rows - counts)
+
+    def gains(self, having: csr_array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What values add to a balanced accuracy, given the tokens that have them, (n, V): latent, value and gain of
+        each pair that occurs, by latent."""
+        trained = having[: self.fires.shape[1]]
+        counts, weighted = csr_array(self.fires @ trained), csr_array(self.weights @ trained)
+        counts.sort_indices()
+        weighted.sort_indices()
+        latents = np.arange(len(self.counts)).repeat(np.diff(counts.indptr))
+        recall = (weighted.data - np.sqrt(weighted.data)) / self.counts[latents]
+        silent_with_value = trained.sum(0)[counts.indices] - counts.data
+        false_alarms = silent_with_value / np.maximum(self.silent[latents], 1)
+        gains = np.where(self.silent[latents] > 0, recall - false_alarms, 0) / 2
+        return latents, counts.indices, gains
+
+
+def _largest(latents: np.ndarray, gains: np.ndarray, most: int) -> np.ndarray:
+    """The pairs of each latent's rule: those of the largest gains, if they are large enough."""
+    order = np.lexsort((-gains, latents))
+    ranks = np.arange(len(order)) - np.searchsorted(latents, latents)
+    least = np.where(ranks > 0, LEAST_GAIN, 0)
+    return order[(ranks < most) & (gains[order] > least)]
 
 
 def _weighted(fires: csr_array) -> csr_array:

@@ -71,8 +71,6 @@ def stability(
     arXiv:2505.20254 (PW-MCC); Paulo and Belrose, "Sparse Autoencoders Trained on the Same Data Learn Different
     Features", arXiv:2501.16615 (the threshold).
     """
-    if not 0 <= match_threshold < 1:
-        raise ConfigError(f"match_threshold must be in [0, 1), got {match_threshold}")
     demand_several(len(saes))
     listener = listening(progress)
     measured = ChosenRows(Home.at(home), data, split, device, listener).with_all(saes)
@@ -83,6 +81,8 @@ def stability_of(
     measured: Sequence[Measured], listener: Listener, match_threshold: float = MATCH_THRESHOLD
 ) -> dict[str, Any]:
     """Compare SAEs with their rows; see `stability`."""
+    if not 0 <= match_threshold < 1:
+        raise ConfigError(f"match_threshold must be in [0, 1), got {match_threshold}")
     check_comparable([(each.subject, each.sae) for each in measured])
     names = [each.subject.name for each in measured]
     frequencies = [firing(each.sae, each.inputs(listener)).frequency.numpy() for each in measured]

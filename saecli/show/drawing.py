@@ -1,13 +1,13 @@
 """The commands' pictures as matplotlib figures, for notebooks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from ..base.console import Listener, listening
+from ..base.console import listening
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import demand_known, options_of
@@ -16,8 +16,8 @@ from ..geometry import GeometryConfig
 from ..geometry.geometry import measure_geometry
 from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare_measured, sparsity_document
-from ..measure.measured import ChosenRows, Measured, RowsLike
-from ..measure.stability import MATCH_THRESHOLD, stability
+from ..measure.measured import ChosenRows, RowsLike
+from ..measure.stability import MATCH_THRESHOLD, demand_several, stability_of
 from ..sae.library import SAELike
 from ..sae.metrics import firing
 from ..store.split import Which
@@ -26,97 +26,73 @@ from . import pictures
 from .geometry import draw_geometry
 from .measures import PICTURED_ROWS, sparsest_first
 
-
-@dataclass(frozen=True)
-class _Subjects:
-    """SAEs to draw, and where they are measured."""
-
-    saes: Sequence[SAELike]
-    data: RowsLike
-    split: Which
-    device: str
-    home: Home
-    listener: Listener
-
-    def measured(self, target: Any = None, device: str | None = None) -> list[Measured]:
-        chosen = ChosenRows(
-            self.home, self.data, self.split, device or self.device, self.listener, target
-        )
-        return chosen.with_all(self.saes)
+SAEs = Sequence[SAELike]
 
 
-def _losses(subjects: _Subjects) -> list[Figure]:
-    names = [None if name is None else str(name) for name in subjects.saes or [None]]
-    folders = [subjects.home.runs.find(name) for name in names]
+def _losses(saes: SAEs, chosen: ChosenRows) -> list[Figure]:
+    names = [None if name is None else str(name) for name in saes or [None]]
+    folders = [chosen.home.runs.find(name) for name in names]
     return [pictures.draw_losses(None, folder.name, read_metrics(folder)) for folder in folders]
 
 
-def _frontier(subjects: _Subjects, target: Any = None) -> list[Figure]:
-    runs = subjects.measured(target)
-    ranked = sparsest_first(compare_measured(runs, None, None, subjects.listener))
+def _frontier(saes: SAEs, chosen: ChosenRows, target: Any = None) -> list[Figure]:
+    runs = replace(chosen, target=target).with_all(saes)
+    ranked = sparsest_first(compare_measured(runs, None, None, chosen.listener))
     return [pictures.draw_frontier(None, ranked, {run.subject.name: run.family for run in runs})]
 
 
-def _sparsity(subjects: _Subjects, target: Any = None) -> list[Figure]:
-    runs, listener = subjects.measured(target), subjects.listener
+def _sparsity(saes: SAEs, chosen: ChosenRows, target: Any = None) -> list[Figure]:
+    runs, listener = replace(chosen, target=target).with_all(saes), chosen.listener
     tallies = [firing(run.sae, run.inputs(listener), PICTURED_ROWS) for run in runs]
     documents = [
         sparsity_document(run, tally, listener) for run, tally in zip(runs, tallies, strict=True)
     ]
-    return [drawn for _, drawn in pictures.draw_sparsity(None, tallies, documents)]
+    return [figure for _, figure in pictures.draw_sparsity(None, tallies, documents)]
 
 
 def _geometry(
-    subjects: _Subjects, slice_: str | Sequence[int] = "pca", **settings: Any
+    saes: SAEs, chosen: ChosenRows, slice_: str | Sequence[int] = "pca", **options: Any
 ) -> list[Figure]:
-    if len(subjects.saes) > 1:
-        raise ConfigError(
-            f"geometry is drawn of one SAE, got {len(subjects.saes)}; draw each by itself"
-        )
-    config = GeometryConfig(**settings)
-    (run,) = subjects.measured(device="cpu")
+    if len(saes) > 1:
+        raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
+    config = GeometryConfig(**options)
+    (run,) = replace(chosen, device="cpu").with_all(saes)
     marked = rows_of_slice(run.of_store, slice_)
-    return [draw_geometry(None, measure_geometry(run, config, subjects.listener), marked)]
+    return [draw_geometry(None, measure_geometry(run, config, chosen.listener), marked)]
 
 
-def _stability(subjects: _Subjects, match_threshold: float = MATCH_THRESHOLD) -> list[Figure]:
-    document = stability(
-        subjects.saes,
-        subjects.data,
-        match_threshold=match_threshold,
-        split=subjects.split,
-        device=subjects.device,
-        home=subjects.home,
-        progress=subjects.listener,
-    )
+def _stability(
+    saes: SAEs, chosen: ChosenRows, match_threshold: float = MATCH_THRESHOLD
+) -> list[Figure]:
+    demand_several(len(saes))
+    document = stability_of(chosen.with_all(saes), chosen.listener, match_threshold)
     return [pictures.draw_stability(None, document)]
 
 
-def _probes(subjects: _Subjects, **options: Any) -> list[Figure]:
+def _probes(saes: SAEs, chosen: ChosenRows, **options: Any) -> list[Figure]:
     from ..measure.probes import probe  # imports transformers, which takes seconds
 
-    document = probe(
-        subjects.saes,
-        device=subjects.device,
-        home=subjects.home,
-        progress=subjects.listener,
-        **options,
-    )
-    return [pictures.draw_probes(None, document)]
+    device, home, listener = chosen.device, chosen.home, chosen.listener
+    return [
+        pictures.draw_probes(
+            None, probe(saes, device=device, home=home, progress=listener, **options)
+        )
+    ]
 
 
 class Picture(NamedTuple):
-    figures: Callable[..., list[Figure]]
+    figures: Callable[..., list[Figure]]  # of SAEs, rows and options
     options: Sequence[str] = ()
 
 
+PROBED = ("model", "layer", "site", "module", "sets", "rows", "k", "context")
 PICTURES = {
     "loss": Picture(_losses),
     "frontier": Picture(_frontier, ["target"]),
     "sparsity": Picture(_sparsity, ["target"]),
     "geometry": Picture(_geometry, [*options_of(GeometryConfig), "slice_"]),
     "stability": Picture(_stability, ["match_threshold"]),
-    "probe": Picture(_probes, ["model", "layer", "site", "module", "sets", "rows", "k", "context"]),
+    "probe": Picture(_probes, PROBED),
 }
 
 
@@ -141,5 +117,5 @@ def draw(
         raise unknown_choice("picture", picture, PICTURES)
     figures, names = PICTURES[picture]
     demand_known(picture, options, names)
-    subjects = _Subjects(saes, data, split, device, Home.at(home), listening(progress))
-    return figures(subjects, **options)
+    chosen = ChosenRows(Home.at(home), data, split, device, listening(progress))
+    return figures(saes, chosen, **options)

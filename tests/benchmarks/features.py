@@ -49,14 +49,11 @@ STORES: dict[str, Making] = {
     "docs": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 66_667}),
     "docs-6000": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
     "code": ("extract", {"model": MODEL, "dataset": CODE, "rows": 66_667}),
-    "code-6000": ("extract", {"model": MODEL, "dataset": CODE, "rows": 6_700}),
     "reference": ("extract", {"model": MODEL, "dataset": REFERENCE, "rows": 250_000}),
     "digits": ("import_array", {"file": "digits"}),
     "patches": ("import_array", {"file": "patches"}),
     "world": ("import_synthetic", {"rows": 111_000, "seed": 5}),
-    "world-10k": ("import_synthetic", {"rows": 11_100, "seed": 5}),
     "world-20k": ("import_synthetic", {"rows": 22_200, "seed": 5}),
-    "world-1m": ("import_synthetic", {"rows": 1_111_000, "seed": 5}),
     "world-correlated": ("import_synthetic", {"rows": 111_000, "correlation": 0.75, "seed": 7}),
     "flat": (
         "import_synthetic",
@@ -71,11 +68,6 @@ class Cell:
 
     store: str
     options: dict[str, Any]
-    weights: tuple[
-        float, ...
-    ] = ()  # of a penalty: measures are interpolated in log L0 to `l0`, and L0 to `fvu`
-    l0: float = 0.0
-    fvu: float = 0.0
 
     @property
     def model(self) -> str | None:
@@ -92,7 +84,6 @@ CELLS = {
     "docs": Cell("docs", TOPK),
     "docs-batchtopk": Cell("docs", BATCHTOPK),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
-    "docs-relu": Cell("docs", {"act": "relu", "d_sae": 512}, (0.8, 1.2, 1.8), 16, 0.15),
     "docs-6000": Cell("docs-6000", TOPK),
     "docs-6000-batchtopk": Cell("docs-6000", BATCHTOPK),
     "code": Cell("code", TOPK),
@@ -104,30 +95,8 @@ CELLS = {
     "flat": Cell("flat", {"act": "batchtopk", "k": 23, "d_sae": 1536}),
     "world-20k": Cell("world-20k", WORLD),
     "world-correlated": Cell("world-correlated", WORLD),
-}
-HEADLINES = tuple(CELLS)
-CELLS |= {
-    "world-10k": Cell("world-10k", WORLD),
-    "world-1m": Cell("world-1m", WORLD),
-    "world-half": Cell("world", WORLD | {"d_sae": 512}),
-    "world-twice": Cell("world", WORLD | {"d_sae": 2048}),
-    **{
-        f"world-{act}": Cell("world", WORLD | {"act": act})
-        for act in ("topk", "relu-topk", "abs-topk")
-    },
-    "code-6000": Cell("code-6000", TOPK),
     "reference": Cell("reference", TOPK),
-    "docs-gated": Cell("docs", {"act": "gated", "target_l0": 16, "d_sae": 512}),
-    "docs-pursuit": Cell("docs", TOPK | {"act": "matching-pursuit"}),
-    "world-gated": Cell("world", {"act": "gated", "target_l0": 10, "d_sae": 1024}),
-    "world-pursuit": Cell("world", WORLD | {"act": "matching-pursuit"}),
-    "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}, (1.5, 2.5, 4.0), 10, 0.2),
-    "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
 }
-CELLS |= {
-    f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
-    for name, steps in product(("docs", "world"), (500, 1000, 2000, 8000, 16000))
-}  # by processor time
 BySeed = Mapping[str, Mapping[str, Any]]
 Results = Mapping["Job", Mapping[str, Any]]
 
@@ -150,36 +119,13 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     if job.solver in SAELENS_CASES:
         assert saelens is not None
         case, count = f"{job.solver}-{cell.options['k']}", steps(store, cell.options)
-        *saes, known = trained(saelens, store, case, cell.options["d_sae"], count, job.rate, seed)
+        sae, known = trained(saelens, store, case, cell.options["d_sae"], count, job.rate, seed)
     else:
         began = time.process_time()
-        sweep = [{"sparsity_weight": weight} for weight in cell.weights] or [{}]
-        saes = [
-            saecli.fit(
-                store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **one
-            )
-            for one in sweep
-        ]
+        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options)
         known = {"seconds": time.process_time() - began}
-    found = [saecli.evaluate(sae, store, model=cell.model) for sae in saes]
-    if cell.weights:
-        found = [interpolated(found, cell)]
-    return known | {name: found[0][name] for name in MEASURES if name in found[0]}
-
-
-def interpolated(sweep: Sequence[Mapping[str, Any]], cell: Cell) -> dict[str, float]:
-    """The measures of a sweep of weights, largest L0 first, at the cell's L0, and the L0 at its FVU."""
-    logs, fvu = [-np.log(one["l0"]) for one in sweep], [one["fvu"] for one in sweep]
-    if not (logs[0] < -np.log(cell.l0) < logs[-1] and fvu[0] < cell.fvu < fvu[-1]):
-        raise RuntimeError(
-            f"expected L0 around {cell.l0} and FVU around {cell.fvu}, got {logs} and {fvu}"
-        )
-    at = {
-        name: float(np.interp(-np.log(cell.l0), logs, [one[name] for one in sweep]))
-        for name in MEASURES
-        if name in sweep[0]
-    }
-    return at | {"l0": float(np.exp(-np.interp(cell.fvu, fvu, logs)))}
+    found = saecli.evaluate(sae, store, model=cell.model)
+    return known | {name: found[name] for name in MEASURES if name in found}
 
 
 def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
@@ -359,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", default=",".join(HEADLINES), help=f"out of {', '.join(CELLS)}")
+    parser.add_argument("--data", default=",".join(CELLS), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument(
         "--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs"
