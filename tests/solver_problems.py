@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from saecli.base.console import Silent
 from saecli.base.home import Home
 from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.dictionary import SAE, Batch
+from saecli.train.descent import StepReport, Task
 from saecli.train.fit import planned
-from saecli.train.loop import Loop
-from saecli.train.moments import Pass
 from saecli.train.options import SolverConfig, TrainingConfig
-from saecli.train.solver import Solver, StepReport, Task
+from saecli.train.solver import Solver
 from saecli.train.start import Start, initial_sae
 from saecli.train.training import Record, start_training
 
@@ -44,7 +44,7 @@ class RowsInMemory:
         order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(epoch))
         return map(Batch.of, self.x[order].split(self.batch_size))
 
-    def some(self, count: int) -> Iterator[Batch]:
+    def some(self, count: int, number: int = 0) -> Iterator[Batch]:
         return map(Batch.of, self.x[:count].split(40) if count else ())
 
 
@@ -72,36 +72,29 @@ def started(
     return config.build(initial_sae(activation, F, sample, 1, None, task.training.sparsity), task)
 
 
-def decoder_step(solver: Solver, rows: RowsInMemory, due: Pass) -> None:
-    step = solver.decoder_step(due, lambda: rows.some(due.rows))
-    for batch in rows.some(due.rows):
-        step.add(batch)
-    solver.update(step)
-
-
 def solve_decoder(solver: Solver, rows: RowsInMemory, last: bool = False) -> None:
     """The first or the last decoder step, over all rows."""
     due = [*solver.schedule.values()][-1 if last else 0]
-    decoder_step(solver, rows, replace(due, rows=rows.rows))
+    solver.decoder_step(replace(due, rows=rows.rows), rows)
 
 
 def one_epoch(solver: Solver, rows: RowsInMemory, epoch: int = 0) -> list[StepReport]:
     """A pass over the rows, as the training loop makes it."""
     reports: list[StepReport] = []
-    if 0 in solver.schedule and not solver.steps:
-        decoder_step(solver, rows, solver.schedule[0])
     for batch in rows.shuffled(epoch):
         if solver.finished:
             break
         reports.append(solver.step(batch))
         if solver.steps in solver.schedule:
-            decoder_step(solver, rows, solver.schedule[solver.steps])
+            solver.decoder_step(solver.schedule[solver.steps], rows)
     return reports
 
 
 def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
-    for epoch in range(epochs):
-        one_epoch(solver, rows, epoch)
+    """The SAE after these epochs, or as many steps as the task has."""
+    batches = (batch for epoch in range(epochs) for batch in rows.shuffled(epoch))
+    for _ in solver.train(islice(batches, solver.task.steps - solver.steps), rows):
+        pass
     return solver.sae()
 
 
@@ -200,5 +193,5 @@ def trained_on(
     options = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
     begun = None if init is None else Start.open(Home.at(None), init, Silent())
     plan = planned(rows, solver, act, options, start=begun)
-    sae = Loop(start_training(plan, record)).train()
+    sae = start_training(plan, record).train()
     return sae, record.kept

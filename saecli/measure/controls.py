@@ -36,7 +36,6 @@ from ..sae.metrics import reconstruction
 from ..sae.run_documents import read_run
 from ..store.reader import RowSource
 from ..train import SOLVERS
-from ..train.loop import Loop
 from ..train.options import Sgd
 from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
@@ -146,18 +145,18 @@ class _Work:
 
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[_Line]:
         measured = [self.run]
-        if getattr(self.plan.solver, "tied", False):
+        if not self.plan.solver.can_fix:
             self.notes.append(
                 "fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
                 "to fix both"
             )
             return self._lines(measured, model, tokens)
-        for control, held in FIXED.items():
+        for control, fixed in FIXED.items():
             solver = self.plan.solver
-            if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for it is to train it
+            if fixed not in solver.can_fix:  # to solve for it is to train it
                 solver = Sgd()
             with noted(control, self.notes.append, kind=TrainingError):
-                plan = replace(self.plan, solver=solver, held=held)
+                plan = replace(self.plan, solver=solver, fixed=fixed)
                 measured.append(self._trained(control, plan))
         return self._lines(measured, model, tokens)
 
@@ -193,7 +192,7 @@ class _Work:
 
     def _trained(self, control: str, plan: Plan) -> Measured:
         with self.listener.progress(f"training {control}", plan.steps, "steps") as show:
-            sae = Loop(start_training(plan, Record(), show)).train()
+            sae = start_training(plan, Record(), show).train()
         dead = reconstruction(sae, raw_batches(plan.train_rows))["silent_fraction"]
         subject = replace(self.run.subject, name=control, dead_fraction=dead)
         return replace(self.run, subject=subject, saved=SavedSAE(sae, self.run.saved.origin))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -35,15 +35,15 @@ from ..store.origin import Origin, place_given
 from ..store.reader import Rows
 from ..store.split import Split
 from ..store.values import TextWindow
+from .comparison import Comparison
 from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
-from .loop import Loop
 from .options import MEASURED_ROWS, TRAINED, TrainingConfig
-from .plan import NONE_KEPT_OUT, split_kept_out
+from .plan import NONE_KEPT_OUT, Plan, split_kept_out
 from .rows import ArrayRows
 from .runs import Run, claimed
 from .start import Start, fingerprint
-from .through import FinetunePlan, SplicedText, ThroughLoop
+from .through import EPOCH, SplicedText, compared, steps_of
 from .training import Record, Training, start_training
 
 SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
@@ -142,10 +142,11 @@ class Opened:
             shuffle_seed=settings.training.seed,
         )
         activation = self.text.hooked.sae.activation
-        plan = FinetunePlan.resolve(
+        # The training rows give the normalisation, the test rows are those kept out of training.
+        plan = Plan.resolve(
             self.rows, self.test_rows, training, config, activation, self.start, self.test_rows
         )
-        plan = replace(plan, kept_scale=self.text.hooked.sae.scale)
+        plan = replace(plan, kept_scale=self.text.hooked.sae.scale, epoch_steps=EPOCH)
         return FinetuneRun(self.stores, plan, created, self.text)
 
 
@@ -225,12 +226,22 @@ def _stream_text(
 class FinetuneRun(Run):
     """A fine-tuning, as a run: it acts where the SAE did from which it began."""
 
-    command: ClassVar[str] = "finetune"
-
     text: SplicedText
 
-    def loop(self, training: Training) -> Loop:
-        return ThroughLoop(training, self.text)
+    def train(self, training: Training) -> SAE:
+        plan, rows, communicator = self.plan, training.rows, training.rows.communicator
+
+        def measured(comparison: Comparison) -> list[dict[str, Any]]:
+            dictionary = training.solver.dictionary
+            return communicator.broadcast_object(
+                lambda: compared(comparison, dictionary, self.text, plan)
+            )
+
+        steps = steps_of(self.text, plan, rows, training.progress.step)
+        return training.train_on(steps, measured)
+
+    def result(self, training: Training, sae: SAE) -> dict[str, Any]:
+        return super().result(training, sae) | {"rows_train": int(self.text.rows.sum())}
 
     @property
     def origin(self) -> Origin:
@@ -328,7 +339,7 @@ def finetune(
     run = opened.run(settings, created="")
     with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
         training = start_training(run.plan, Record(), show)
-        tuned = run.loop(training).train()
+        tuned = run.train(training)
     for warning in training.notes():
         listener.warn(warning)
     assert training.comparison is not None, "it begins with an SAE"

@@ -26,6 +26,7 @@ TEXT = (
 @dataclass(frozen=True)
 class Finetune(SolverConfig):
     name: ClassVar[str] = "finetune"
+    command: ClassVar[str] = "finetune"
     implementation: ClassVar[str] = "through:ThroughModel"
 
     model: Annotated[

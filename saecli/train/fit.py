@@ -22,7 +22,6 @@ from ..store.opening import find_store, warn_of
 from ..store.origin import Origin
 from ..store.reader import ActivationStore, JoinedRows, Rows, StoredRows
 from . import SOLVERS
-from .loop import Loop
 from .options import TrainingConfig
 from .plan import Plan, SplitRows, doubts_at_start, split_rows
 from .rows import ArrayLike, ArrayRows
@@ -120,7 +119,7 @@ def fit(
         listener.warn(warning)
     with listener.progress("training", plan.steps, "steps") as show:
         training = start_training(plan, Record(), show)
-        sae = Loop(training).train()
+        sae = training.train()
     for warning in training.notes():
         listener.warn(warning)
     sae.metadata = plan.settings() | _origin(rows, plan.training).to_json()

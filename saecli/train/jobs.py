@@ -13,6 +13,8 @@ from ..base.errors import ConfigError, PeerError, RunError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.processes import communicator
 from ..sae.run_documents import read_run
+from .finetune_options import Finetune
+from .options import SolverConfig
 from .plan import doubts_at_start
 from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training
@@ -154,7 +156,8 @@ def unfinished_run(
     def read(name: str) -> tuple[dict[str, Any], str]:
         """A run's document, and the command that began it."""
         run = read_run(runs.find(name) / runs.marker)
-        return run.settings, "finetune" if run.solver.name == "finetune" else "train"
+        command = Finetune.command if run.solver.name == Finetune.name else SolverConfig.command
+        return run.settings, command
 
     if name is None:
         for candidate in runs.unfinished():
@@ -222,12 +225,11 @@ def _trained(job: Job, listener: Listener) -> dict[str, Any]:
     record = RunRecord(run, job.folder) if processes.is_main else Record()
     with listener.progress("training", run.plan.steps, "steps") as show:
         training = start_training(run.plan, record, show, processes)
-        loop = run.loop(training)
         try:
-            sae = loop.train()
+            sae = run.train(training)
         except TrainingError as error:
             raise _explained(error, training) from error
-        result = loop.result(sae)
+        result = run.result(training, sae)
     if processes.is_main:
         run.write(job.folder, result)
     return job.document(result)

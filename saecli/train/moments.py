@@ -5,9 +5,9 @@ to the targets, (B, E + D), which are what the last skip leaves: [y - x S_t, x].
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,13 +16,26 @@ from ..base.devices import moved
 from ..base.processes import Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import Batch, Dictionary
-from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
+from .ridge import (
+    TOLERANCE,
+    DecoderState,
+    HeldRows,
+    SkipSums,
+    StreamedCodes,
+    Sums,
+    System,
+    Terms,
+    choose_alpha,
+    method_for,
+    optimal_decoder,
+)
 from .rows import BLOCK_ROWS
 
 # Least mean norm of the decoder, over the encoder's at the start; least of a latent, over the mean.
 LEAST_SIZE = 1e-2
 
-Kind = Literal["mid", "release", "last"]
+# Alpha as it is; or of least leave-one-out error, in a walk from the last one, or searched for from the start.
+AlphaRule = Literal["keep", "walk", "anew"]
 
 
 @dataclass(frozen=True)
@@ -30,15 +43,27 @@ class Pass:
     """A pass over rows that ends in a decoder step."""
 
     number: int  # of decoder steps before it
-    step: int  # encoder steps before it
+    step: int  # steps of descent before it
     rows: int  # that it takes; others each time, if not all
-    kind: Kind  # the last takes rows unsmoothed, in float32, without the penalty
-    chooses: bool  # alpha anew
+    alpha: AlphaRule
+    last: bool = False  # of training: rows are unsmoothed, and encoded in float32
+    release: bool = False  # whether descent on the decoder may begin after it
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "step": self.step,
+            "rows": self.rows,
+            "kind": "last" if self.last else "release" if self.release else "mid",
+            "chooses": self.alpha != "keep",
+        }
 
 
-def alpha_is_due(number: int) -> bool:
-    """Whether alpha, which settles, is chosen at this pass: 0, 1, 2, 4, ..."""
-    return number & (number - 1) == 0
+def alpha_rule(number: int) -> AlphaRule:
+    """Alpha, which settles, is chosen at passes 0, 1, 2, 4, ..."""
+    if number == 0:
+        return "anew"
+    return "walk" if number & (number - 1) == 0 else "keep"
 
 
 class Moments:
@@ -68,6 +93,24 @@ class Moments:
         self._numbers = [torch.arange(0)]
         self._seen = 0
 
+    @classmethod
+    def of(
+        cls,
+        dictionary: Dictionary,
+        sparsity: str,
+        rows: int,
+        memory: float,
+        solve: str,
+        codes_again: Callable[[], Iterator[Codes]],
+    ) -> Self:
+        """Empty ones, of the kind that solves for this decoder in bytes of memory; see `method_for`."""
+        start = dictionary.decoder().detach()
+        if dictionary.W_skip is not None:  # the rows' dimensions are targets too
+            start = torch.cat([start, start.new_zeros(len(start), dictionary.d_in)], 1)
+        d_sae, d_out = start.shape
+        method = method_for(rows, d_sae, d_out, memory, solve, dictionary.prefixes)
+        return cls(method.system(start, codes_again), dictionary, sparsity, rows)
+
     @property
     def rows(self) -> float:
         """N, of all processes."""
@@ -77,6 +120,11 @@ class Moments:
     def fired(self) -> Tensor:
         """Which latents fire on any row, (F,) bool."""
         return self.firings > 0
+
+    def used(self, state: DecoderState) -> Tensor:
+        """Which latents fire on any row, and are not needless, (F,) bool."""
+        fired = self.firings > 0
+        return fired if state.needless is None else fired & (state.needless == 0)
 
     @property
     def solved_together(self) -> bool:
@@ -126,6 +174,110 @@ class Moments:
         if several and self.solved_together:
             z, y = communicator.broadcast_rows(z), communicator.broadcast_rows(y)
         self.z, self.y = z, y
+
+    @property
+    def W_t(self) -> Tensor:  # noqa: N802
+        """The decoder before the step, (F, E)."""
+        return self._dictionary.decoder().detach()
+
+    @property
+    def b_t(self) -> Tensor:
+        """b_dec before the step, (E,); with a skip (E + D,), zeros at the end."""
+        b_dec = self._dictionary.b_dec.detach()
+        return torch.cat([b_dec, b_dec.new_zeros(self.y.shape[1] - len(b_dec))])
+
+    def optimum(
+        self,
+        terms: Terms,
+        rule: AlphaRule,
+        rows: int,
+        communicator: Communicator,
+        needless: int = 0,
+    ) -> DecoderState:
+        """The decoder's optimum, the same in all processes, with its alpha relative to a number of rows; `needless`
+        as in `optimal_decoder`."""
+        dictionary, state = self._dictionary, None
+        tensors = {
+            "Delta": dictionary.decoder().detach(),
+            "b": dictionary.b_dec,
+            "skip": dictionary.W_skip,
+            "needless": dictionary.b_enc.detach() if needless else None,
+        }
+        like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if communicator.is_main or self.solved_together:
+            factorisation = None
+            if math.isnan(terms.alpha):  # a text ended before the first decoder step that was due
+                rule = "anew"
+            if rule != "keep":
+                last_alpha = terms.alpha if rule == "walk" else None
+                factorisation = choose_alpha(self.system, terms, self.z, self.y, last_alpha)
+            state = optimal_decoder(self.system, terms, factorisation, needless)
+            if state.skip is not None and dictionary.W_skip is not None:
+                state = replace(state, skip=state.skip + dictionary.W_skip)
+            cast: dict[str, Any] = {
+                name: getattr(state, name).to(dictionary.W_enc.dtype) for name in like
+            }
+            state = replace(state, alpha=state.alpha * rows / self.rows, **cast)
+        return broadcast_state(state, like, communicator)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What is kept of decoder steps: figures of the last one, and the largest ridge taken instead of a smaller one."""
+
+    encoder_norm: float  # at the start of training
+    alpha: float = math.nan  # relative to all rows
+    relative_alpha: float = math.nan
+    condition: float = math.nan
+    residual: float = math.nan
+    raised: float = 0.0
+
+    def after(self, state: DecoderState) -> Self:
+        return replace(
+            self,
+            alpha=state.alpha,
+            relative_alpha=state.relative_alpha,
+            condition=state.condition,
+            residual=state.residual,
+            raised=max(self.raised, state.ridge) if state.raised else self.raised,
+        )
+
+    def record(self) -> dict[str, float]:
+        solution = {
+            "relative_alpha": self.relative_alpha,
+            "condition": self.condition,
+            "residual": self.residual,
+        }
+        known = {name: value for name, value in solution.items() if not math.isnan(value)}
+        return {"alpha": self.alpha, **known}
+
+    def notes(self, chosen: bool) -> list[str]:
+        """Sentences on a bad solution; `chosen`: whether alpha is by leave-one-out."""
+        notes = []
+        if self.residual > 2 * TOLERANCE:
+            notes.append(
+                f"the last decoder step was solved to a residual of {self.residual:.1g} only, "
+                f"where {TOLERANCE:g} was wanted; give a larger --alpha, or --solve direct"
+            )
+        if self.raised:
+            advice = "give a larger --alpha, or leave the choice to --alpha auto"
+            if chosen:
+                advice = "the codes are degenerate: see `sae sparsity`, and try a lower --lr"
+            notes.append(
+                f"a decoder step could not be solved with the ridge asked for, and took {self.raised:.3g} instead; "
+                f"{advice}"
+            )
+        return notes
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"decoder.{name}": torch.tensor(value, dtype=torch.float64)
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Tensor]) -> Self:
+        return cls(**{entry.name: state[f"decoder.{entry.name}"].item() for entry in fields(cls)})
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:

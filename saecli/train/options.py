@@ -230,14 +230,19 @@ class SolverConfig(Config):
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
-    implementation: ClassVar[
-        str
-    ]  # `module:function` in this package, imported when the solver is built
+    command: ClassVar[str] = "train"  # of the runs that it makes
+    # `module:function` in this package, imported when the solver is built.
+    implementation: ClassVar[str]
 
     smooths: ClassVar[bool] = True  # unless `--smoothing` says
     # Of the default learning rate: the most where steps are few, and its power of a latent's firings per batch.
     most_for_few: ClassVar[float] = 1.0
     firings_power: ClassVar[float] = 2 / 3
+
+    @property
+    def can_fix(self) -> tuple[str, ...]:
+        """The weights of which training can leave one as it is, and train the other."""
+        return ("W_enc",)
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
@@ -310,6 +315,10 @@ class Sgd(Paper, Revival, SolverConfig):
             advanced=True,
         ),
     ] = False
+
+    @property
+    def can_fix(self) -> tuple[str, ...]:
+        return () if self.tied else ("W_enc", "W_dec")
 
 
 @dataclass(frozen=True)

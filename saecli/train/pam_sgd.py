@@ -19,38 +19,57 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..sae.dictionary import Dictionary
-from .moments import Kind, Moments, Pass, alpha_is_due
-from .options import RELEASE, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
-from .pam import DecoderStep, PamSolver
+from ..sae.codes import Codes
+from ..sae.dictionary import SAE, Coupled
+from .descent import Task
+from .moments import AlphaRule, Pass, alpha_rule
+from .options import RELEASE, RELEASED_BELOW, PamSgd
+from .pam import PamSolver
 from .ridge import DecoderState, Terms
-from .solver import DECODER_STEPS, Task
+from .rows import TrainingRows
+from .solver import DECODER_STEPS
+from .upkeep import needless, release, revive, silence
 
 # Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
 LAST_ROWS = 256  # of the last
-SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
-REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as missed least
 
 
 class PamSgdSolver(PamSolver):
     config: PamSgd
-    c = 1.0
     solved_for = ("Delta", "W_skip")
 
-    def passes(self) -> dict[int, Pass]:
-        task, config, d_sae = self.task, self.config, self.dictionary.d_sae
-        every = config.decoder_every
+    @staticmethod
+    def dictionary_of(start: SAE, task: Task) -> Coupled:
+        direction = Coupled(start, 1.0, None, task.B).direction()
+        return Coupled(start, 1.0, start.W_dec.detach() - direction, task.B)
+
+    def passes(self) -> list[Pass]:
+        task, d_sae = self.task, self.dictionary.d_sae
+        every = self.config.decoder_every
         if every == "auto":
             every = steps_between(task, d_sae)
-        steps = [*range(int(every), task.steps, int(every)), task.steps]
-        chooses = config.alpha == "auto"
-        passes = passes_after(steps, task.rows, d_sae, self._release_from(), chooses)
-        if chooses and self.smoothing.moves and len(passes) > 1:
+        steps = [*range(every, task.steps, every), task.steps]
+        passes = passes_after(steps, task.rows, d_sae, self._release_from())
+        if self.config.alpha != "auto":
+            return [replace(due, alpha="keep") for due in passes]
+        *_, last = passes
+        if self._penalises_norms():
+            passes[-1] = replace(last, alpha="anew")  # without the penalty it is another problem
+        elif self.smoothing.moves and len(passes) > 1:
             # Rows fitted exactly would choose one too small: the last keeps the alpha of smoothed rows.
-            passes[task.steps] = replace(passes[task.steps], chooses=False)
+            passes[-1] = replace(last, alpha="keep")
         return passes
+
+    def _penalises_norms(self) -> bool:
+        """Whether decoder steps have a part of the penalty, which the last leaves out."""
+        dictionary = self.dictionary
+        codes = Codes(torch.ones_like(dictionary.b_enc)[None])
+        weights = dictionary.activation.norm_weights(
+            self.task.sparsity, codes, dictionary.decoder(), dictionary.activation_parameters
+        )
+        return bool(self.task.training.sparsity_weight) and bool(weights.any())
 
     def _release_from(self) -> float:
         """The fraction of the steps from which the decoder may be released; 1 for never."""
@@ -65,78 +84,69 @@ class PamSgdSolver(PamSolver):
             return 1.0
         return RELEASE
 
-    def terms(self, due: Pass, moments: Moments, alpha: float) -> Terms:
-        """The ridge alone, about the tie; silenced latents get nothing."""
-        decay = self._decay(due, moments)
-        if not self.task.held:
-            silenced = silence(self.dictionary, moments)
+    @torch.no_grad()
+    def decoder_step(self, due: Pass, rows: TrainingRows) -> None:
+        """Delta, c and b_dec: the optimum for the codes of the pass; and the upkeep, which more training follows."""
+        moments, dictionary = self.moments(due, rows), self.dictionary
+        # The last leaves the penalty out.
+        decay = torch.zeros_like(moments.norm_weights) if due.last else self.decay(moments)
+        if not self.task.fixed:
             # A millionth of what they would get is left.
-            decay = decay.masked_fill(silenced, 1e6 * moments.system.scale(1.0))
-        direction = self.dictionary.direction().detach()
-        return replace(super().terms(due, moments, alpha), direction=direction, decay=decay)
+            decay = decay.masked_fill(silence(dictionary, moments), 1e6 * moments.system.scale(1.0))
+        terms = Terms(
+            W_t=moments.W_t,
+            b_t=moments.b_t,
+            alpha=moments.rows / self.task.rows * self.alpha,
+            direction=dictionary.direction().detach(),
+            decay=decay,
+            skip=moments.skip,
+        )
+        sought = 0 if due.last else needless(self, moments)
+        state = moments.optimum(terms, due.alpha, self.task.rows, self.communicator, sought)
+        self.take(state)
+        if not due.last:  # else a change would be neither trained nor solved for
+            if due.release and self.may_release(state):
+                release(dictionary, self.optimizer)
+            revive(self, moments.used(state), moments.rows)
 
-    def needless(self, moments: Moments) -> int:
-        # With fewer rows each latent's codes are near a combination of the others'.
-        d_sae = self.dictionary.d_sae
-        enough = self.revives and moments.rows >= REVIVAL_ROWS * d_sae
-        return int(REAIMED * d_sae) if enough else 0
-
-    def mend(self, step: DecoderStep, state: DecoderState) -> None:
-        """Release the decoder, unless leave-one-out chose too large an alpha; re-aim latents that fired on no row of
-        the pass, or are missed least."""
+    def may_release(self, state: DecoderState) -> bool:
+        """Whether the rows support a decoder far from the tie: leave-one-out chose no large alpha."""
         alpha_decides = self.config.release == "auto" and self.task.B is None
-        releases = not alpha_decides or state.relative_alpha < RELEASED_BELOW
-        if step.due.kind == "release" and releases:
-            self.release()
-        used = step.moments.fired
-        if state.needless is not None:
-            used = used & (state.needless == 0)
-        self.revive(used, step.moments.rows)
-
-    def release(self) -> None:
-        """From here on W_dec, b_dec and a skip are trained by gradient."""
-        self.dictionary.untie()
-        names = ["Delta", "b_dec"]
-        if self.dictionary.W_skip is not None:
-            names.append("W_skip")
-        for name in names:
-            tensor = getattr(self.dictionary, name).requires_grad_(True)
-            if name not in self.optimizer.tensors:
-                self.optimizer.include(name, tensor)
+        return not alpha_decides or state.relative_alpha < RELEASED_BELOW
 
     def record(self) -> dict[str, float]:
         return super().record() | {"released": int(self.dictionary.untied)}
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {"decoder.released": torch.tensor(self.dictionary.untied)}
+        return super().state() | {
+            "decoder.c": torch.tensor(self.dictionary.c, dtype=torch.float64),
+            "decoder.released": torch.tensor(self.dictionary.untied),
+        }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         if state["decoder.released"]:
-            self.release()
+            release(self.dictionary, self.optimizer)
         super().restore(state)
+        self.dictionary.c = state["decoder.c"].item()
 
 
-def passes_after(
-    steps: Sequence[int], rows: int, d_sae: int, release_from: float, chooses: bool
-) -> dict[int, Pass]:
+def passes_after(steps: Sequence[int], rows: int, d_sae: int, release_from: float) -> list[Pass]:
     """Passes after these steps, ascending: `PASS_ROWS` rows per latent each, the last `LAST_ROWS`.
 
     The first one before the last that is due after the fraction `release_from` of the steps decides on the release.
-    Alpha is chosen at passes 0, 1, 2, 4, ... and at the release, since it settles.
+    Alpha is chosen at passes 0, 1, 2, 4, ..., at the release and at the last.
     """
-    total = steps[-1]
-    passes: dict[int, Pass] = {}
+    *earlier, total = steps
+    passes = []
     released = False
-    for number, step in enumerate(steps):
-        kind: Kind = "mid"
-        if step == total:
-            kind = "last"
-        elif not released and step >= release_from * total:
-            kind, released = "release", True
-        per_latent = LAST_ROWS if kind == "last" else PASS_ROWS
-        choosing = alpha_is_due(number) or kind in ("release", "last")
-        passes[step] = Pass(number, step, min(rows, per_latent * d_sae), kind, chooses and choosing)
-    return passes
+    for number, step in enumerate(earlier):
+        release = not released and step >= release_from * total
+        released = released or release
+        rule: AlphaRule = "walk" if release and number else alpha_rule(number)
+        passes.append(Pass(number, step, min(rows, PASS_ROWS * d_sae), rule, release=release))
+    rule = "walk" if earlier else "anew"
+    last = Pass(len(earlier), total, min(rows, LAST_ROWS * d_sae), rule, last=True)
+    return [*passes, last]
 
 
 def steps_between(task: Task, d_sae: int) -> int:
@@ -146,15 +156,3 @@ def steps_between(task: Task, d_sae: int) -> int:
     affordable = rows_of_steps / (2 * min(task.rows, PASS_ROWS * d_sae))
     epochs = math.ceil(task.steps / task.batches)
     return math.ceil(task.steps / min(DECODER_STEPS, max(round(affordable), epochs)))
-
-
-@torch.no_grad()
-def silence(dictionary: Dictionary, moments: Moments) -> Tensor:
-    """Turn off latents whose contribution to the rows on which they fire a penalty has driven to nothing: a mask, (F,).
-    Otherwise a decoder step without the penalty would bring them back."""
-    W_dec = dictionary.decoder()
-    contributed = moments.norm_weights * W_dec.double().norm(dim=1) / math.sqrt(W_dec.shape[1])
-    gone = (moments.norm_weights > 0) & (contributed < SILENT * moments.firings)
-    dictionary.W_enc.masked_fill_(gone, 0)
-    dictionary.b_enc.masked_fill_(gone, 0)
-    return gone

@@ -85,9 +85,9 @@ def split_kept_out(
 class Plan:
     """What to train, every setting resolved.
 
-    Test rows are measured after each epoch. Without `start`, training starts from random directions. `held` names the
-    weights that keep their start, W_enc or W_dec; see `Task`. Before and after are compared, and thresholds set, on
-    `kept_out`, without it on the training rows.
+    Test rows are measured after each epoch: `epoch_steps`, or without it a pass over all rows. Without `start`,
+    training starts from random directions. `fixed` names the weights that keep their start, W_enc or W_dec; see `Task`.
+    Before and after are compared, and thresholds set, on `kept_out`, without it on the training rows.
     """
 
     train_rows: RowSource
@@ -96,9 +96,10 @@ class Plan:
     solver: SolverConfig
     activation: Activation
     start: Start | None = None
-    held: str | None = None
+    fixed: str | None = None
     kept_out: RowSource | None = None
     kept_scale: Tensor | None = None  # see `Normalisation.kept`
+    epoch_steps: int | None = None
 
     @classmethod
     def resolve(
@@ -161,7 +162,7 @@ class Plan:
 
     @cached_property  # cached: a text that ends early changes `rows`
     def batches(self) -> int:
-        return self.training.epoch_batches(self.train_rows.rows)
+        return self.epoch_steps or self.training.epoch_batches(self.train_rows.rows)
 
     @cached_property
     def steps(self) -> int:

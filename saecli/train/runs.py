@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ from ..sae.run_documents import RUN_VERSION
 from ..store.joined import Joined, open_joined
 from ..store.origin import Origin
 from . import SOLVERS
-from .loop import Loop
 from .options import TrainingConfig
 from .plan import Plan, split_rows
 from .start import Start
@@ -57,14 +56,19 @@ BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, "wandb", "sae.safetensors"}
 class Run:
     """A training on rows of stores, or of a model, and the time of its start."""
 
-    command: ClassVar[str] = "train"
-
     stores: Joined | Streamed
     plan: Plan
     created: str
 
-    def loop(self, training: Training) -> Loop:
-        return Loop(training)
+    @property
+    def command(self) -> str:
+        return self.plan.solver.command
+
+    def train(self, training: Training) -> SAE:
+        return training.train()
+
+    def result(self, training: Training, sae: SAE) -> dict[str, Any]:
+        return training.result(sae)
 
     @property
     def origin(self) -> Origin:

@@ -13,7 +13,7 @@ Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Fi
 Shapes: n rows of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -29,16 +29,15 @@ from ..model.windows import TextWindow, in_batches, pass_tokens, stored_activati
 from ..sae.activations import THRESHOLD_RATE, Relu
 from ..sae.activations.base import between, scaled_to
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Dictionary
 from ..sae.metrics import reconstruction
 from ..splice.hooked import Hooked
 from ..splice.passes import CleanPass, Passes, effects
+from .comparison import Comparison
+from .descent import Descent, StepReport, Task
 from .finetune_options import Finetune
-from .loop import Loop
 from .plan import Plan
-from .rows import ArrayRows, Normalisation, raw_batches
-from .solver import Solver, StepReport, Task
-from .training import Training
+from .rows import ArrayRows, Normalisation, TrainingRows, raw_batches
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
@@ -115,7 +114,7 @@ class StepWindows:
     size: int
 
 
-class ThroughModel(Solver):
+class ThroughModel(Descent):
     config: Finetune
 
     def __init__(
@@ -124,10 +123,10 @@ class ThroughModel(Solver):
         self.codes_stay = config.only == "decoder"
         # Else L1 holds L0, of this weight.
         self.penalised = isinstance(initial.activation, Relu) and not self.codes_stay
-        held = ["threshold"]
+        fixed = ["threshold"]
         if self.codes_stay:
-            held += ["W_enc", "b_enc", *initial.activation_parameters]
-        super().__init__(initial.sae(), held, task, config, communicator)
+            fixed += ["W_enc", "b_enc", *initial.activation_parameters]
+        super().__init__(initial.sae(), fixed, task, config, communicator)
         self.most_tokens: int | None = None  # per forward pass, once memory has run out
         with torch.no_grad():
             codes = self.dictionary.codes(task.sample.x)
@@ -146,14 +145,15 @@ class ThroughModel(Solver):
         active = codes.dense() > 0
         return ((slopes * active).sum() / active.sum().clamp(min=1)).clamp(min=1e-6).double()
 
-    def step_on(self, batch: StepWindows) -> StepReport:
-        """One step of descent; after the last the activation's estimates are calibrated."""
+    def train(self, batches: Iterable[StepWindows], rows: TrainingRows) -> Iterator[StepReport]:
+        for batch in batches:
+            yield self.step(batch)
+        self.match_l0()
+
+    def step(self, batch: StepWindows) -> StepReport:
         loss, squared_error, l0 = self._set_gradient(batch).unbind()
-        self.optimizer.step(self.task.learning_rate(self.steps))
-        self.steps += 1
+        self.move()
         self._hold_l0(self.communicator.all_reduce(l0.clone()))
-        if self.finished:
-            self.calibrate()
         return StepReport(self.steps, batch.size, loss, squared_error, l0)
 
     def _set_gradient(self, batch: StepWindows) -> Tensor:
@@ -227,13 +227,13 @@ class ThroughModel(Solver):
         if self.penalised:
             self.weight *= (WEIGHT_RATE * excess).exp()
             if self.steps % HOLD_EVERY == 0:  # the weight takes hundreds of steps to find its value
-                self.calibrate()
+                self.match_l0()
         elif not self.codes_stay and "threshold" in self.dictionary.activation_parameters:
             threshold = self.dictionary.activation_parameters["threshold"]
             threshold *= (THRESHOLD_RATE * excess).exp()
 
     @torch.no_grad()
-    def calibrate(self) -> None:
+    def match_l0(self) -> None:
         """Give the sample the L0 that it had at the start: scale the thresholds; with relu shift the biases, by one
         amount in units of the codes' contributions, `z_i ||W_dec_i||`."""
         dictionary, parameters = self.dictionary, self.dictionary.activation_parameters
@@ -267,62 +267,29 @@ class ThroughModel(Solver):
         self.most_tokens = int(state["most_tokens"]) or None
 
 
-@dataclass(frozen=True)
-class FinetunePlan(Plan):
-    """Its training rows are the sample that gives the normalisation, its test rows are those kept out of training."""
-
-    @cached_property
-    def batches(self) -> int:
-        return EPOCH
-
-
-class ThroughLoop(Loop):
-    """Pushes the solver the windows of a step; every `EPOCH` steps the SAE is kept, with measures on held-out rows."""
-
-    def __init__(self, training: Training, text: SplicedText) -> None:
-        super().__init__(training)
-        self.text = text
-
-    def _train(self) -> None:
-        steps = self.training.plan.steps
-        for step in range(self.training.progress.step, steps):
-            self._step(step)
-            if (step + 1) % EPOCH == 0 or step + 1 == steps:
-                self._keep(after_epoch=True)
-
-    def _step(self, step: int) -> None:
-        training, solver = self.training, self.training.solver
-        assert isinstance(solver, ThroughModel)
-        communicator = training.rows.communicator
-        numbers = self.text.windows_of_step(step, training.plan.training.shuffle_seed)
+def steps_of(
+    text: SplicedText, plan: Plan, rows: TrainingRows, first: int
+) -> Generator[StepWindows, None, None]:
+    """The windows of each step from `first` on, this process' part."""
+    communicator = rows.communicator
+    for step in range(first, plan.steps):
+        numbers = text.windows_of_step(step, plan.training.shuffle_seed)
         own = numbers[communicator.rank :: communicator.world_size]
-        windows = [self.text.train[number] for number in own]
-        rows = int(self.text.rows[numbers].sum())
-        own_part = StepWindows(self.text, training.rows.normalisation, windows, rows)
-        training.take(solver.step_on(own_part))
+        windows = [text.train[number] for number in own]
+        yield StepWindows(text, rows.normalisation, windows, int(text.rows[numbers].sum()))
 
-    def _compare(self) -> None:
-        """Choose by the objective on the windows kept out of training."""
-        training = self.training
-        comparison, solver = training.comparison, training.plan.solver
-        assert comparison is not None and isinstance(solver, Finetune)
-        saes = comparison.saes(training.solver.dictionary)
 
-        def measure() -> list[dict[str, Any]]:
-            text, hooked, rows = self.text, self.text.hooked, training.plan.test_rows
-            assert rows is not None
-            of_saes = effects(
-                [text.passes], text.test, hooked.reads, [hooked.writes], saes, lambda tokens: None
-            )
-            return [
-                with_loss(reconstruction(sae, raw_batches(rows)), losses, solver)
-                for sae, (losses,) in zip(saes, of_saes, strict=True)
-            ]
-
-        training.choose(training.rows.communicator.broadcast_object(measure))
-
-    def result(self, sae: SAE) -> dict[str, Any]:
-        return super().result(sae) | {"rows_train": int(self.text.rows.sum())}
+def compared(
+    comparison: Comparison, after: Dictionary, text: SplicedText, plan: Plan
+) -> list[dict[str, Any]]:
+    """Measures of both SAEs on the windows kept out of training, and the objective there as their `loss`."""
+    saes, at, solver = comparison.saes(after), text.hooked, plan.solver
+    assert plan.test_rows is not None and isinstance(solver, Finetune)
+    of_saes = effects([text.passes], text.test, at.reads, [at.writes], saes, lambda tokens: None)
+    return [
+        with_loss(reconstruction(sae, raw_batches(plan.test_rows)), losses, solver)
+        for sae, (losses,) in zip(saes, of_saes, strict=True)
+    ]
 
 
 def with_loss(measured: dict[str, Any], losses: dict[str, Any], solver: Finetune) -> dict[str, Any]:

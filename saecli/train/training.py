@@ -1,28 +1,31 @@
-"""One SAE in training: its state, what it logs, keeps and reports; its start, or resumption from a checkpoint; and with
-`--init` the SAE that it begins with against the one that it ends with."""
+"""One SAE in training: its start, or resumption from a checkpoint; its loop; what it logs, keeps and reports."""
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.console import Step
-from ..base.devices import device_named, moved
+from ..base.devices import device_named
 from ..base.errors import RunError, TrainingError
 from ..base.processes import ALONE, Communicator
 from ..base.words import number
-from ..sae.dictionary import SAE, Batch, Dictionary
+from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions
+from ..store.reader import RowSource
+from .comparison import Comparison
+from .descent import Descent, StepReport, Task
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
-from .solver import Solver, StepReport, Task
-from .start import Start, default_learning_rate, initial_sae, rescaled, shaped
+from .start import default_learning_rate, initial_sae, shaped
+from .upkeep import revive, revives
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -63,102 +66,74 @@ class Record:
 
 
 @dataclass(eq=False)
-class Comparison:
-    """Keeps the SAE of less loss, which training minimises, of the two."""
-
-    before: SAE  # on normalised rows, its codes times `factor`
-    factor: float
-    normalisation: Normalisation
-    scale: Tensor | None  # of the metric of the SAE before
-    measures: dict[str, Any] = field(default_factory=dict)  # before, after, and which is kept
-
-    @classmethod
-    def of(
-        cls, start: Start, initial: SAE, normalisation: Normalisation, state: Mapping[str, Tensor]
-    ) -> Self:
-        """A comparison with `initial`, or, on resuming, with the checkpoint's SAE from before training."""
-        factor, scale = 1.0, None if start.sae is None else start.sae.scale
-        if state:
-            scale = state.get("begun.scale")
-            factor = float(state.get("begun.factor", 1.0))
-            tensors = initial.tensors().items()
-            kept = {name: state[f"begun.{name}"].to(own) for name, own in tensors}
-            initial = initial.changed(None, **kept)
-        elif start.sae is not None:
-            norm = start.sae.W_enc.to(initial.W_enc).norm()
-            factor = (on_raw_rows(initial, normalisation).W_enc.norm() / norm).item()
-        return cls(initial, factor, normalisation, scale)
-
-    @property
-    def keeps_before(self) -> bool:
-        return self.measures.get("kept") == "before"
-
-    def sae(self, dictionary: Dictionary) -> SAE:
-        """The SAE on raw rows: of the trained dictionary, or the one before if that is kept."""
-        if not self.keeps_before:
-            return self._on_raw_rows(dictionary)
-        before = self._on_raw_rows(self.before)
-        before.scale = self.scale
-        return before
-
-    def _on_raw_rows(self, dictionary: Dictionary) -> SAE:
-        sae = rescaled(dictionary.sae().without_training_parameters(), 1 / self.factor)
-        return on_raw_rows(sae, self.normalisation)
-
-    def saes(self, after: Dictionary) -> list[SAE]:
-        """Both on raw rows, with the metric of this training."""
-        return [self._on_raw_rows(self.before), self._on_raw_rows(after)]
-
-    def measured(
-        self, plan: Plan, after: Dictionary, communicator: Communicator
-    ) -> list[dict[str, Any]]:
-        """Both SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass over rows kept out
-        of training, else over training rows."""
-        sparsity, weight = plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0
-        # Of the penalty, such as the price of excess L0 that training found.
-        penalty = self.before.activation.penalty(sparsity)
-        learned = {name: getattr(after, name) for name in penalty.initial(1)}
-        on_normalised_rows = [self.before.changed(None, **learned), after]
-        saes, mean = self.saes(after), self.normalisation.mean
-        total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
-
-        def batches() -> Iterator[Tensor]:
-            for raw in raw_batches(plan.kept_out or plan.train_rows, communicator):
-                rows = self.normalisation(moved(raw, mean.device).to(mean.dtype))
-                batch = Batch.of(rows, saes[0].d_in)
-                total[0] += batch.size
-                for index, dictionary in enumerate(on_normalised_rows, 1):
-                    loss = dictionary.loss(batch, sparsity, weight).value
-                    total[index] += batch.size * loss.double()
-                yield raw
-
-        measures = reconstructions(saes, batches(), communicator)
-        count, *losses = communicator.all_reduce(total).tolist()
-        for measured, loss in zip(measures, losses, strict=True):
-            measured["loss"] = loss / count
-        return measures
-
-    def state(self) -> dict[str, Tensor]:
-        tensors = self.before.tensors()
-        tensors["factor"] = torch.tensor(self.factor, dtype=torch.float64)
-        if self.scale is not None:
-            tensors["scale"] = self.scale
-        return {f"begun.{name}": tensor for name, tensor in tensors.items()}
-
-
-@dataclass(eq=False)
 class Training:
     plan: Plan
     record: Record
     show: Step
     rows: TrainingRows
-    solver: Solver
+    solver: Descent
     progress: Progress  # up to the last checkpoint, its rows up to now
     comparison: Comparison | None  # of an SAE that training begins with
     test: Measures | None = None  # the last, of test rows
     pending: list[StepReport] = field(default_factory=list)  # since the last line of measures
     # The seconds since are not in `progress`.
     resumed_at: float = field(default_factory=time.monotonic)
+
+    def train(self) -> SAE:
+        """Train on the rows; returns the SAE, acting on raw activations."""
+        plan, communicator = self.plan, self.rows.communicator
+        return self.train_on(
+            self.rows.from_step(self.progress.step, plan.batches, plan.epochs),
+            lambda comparison: comparison.measured(plan, self.solver.dictionary, communicator),
+        )
+
+    def train_on(
+        self,
+        batches: Generator[Any, None, None],
+        measured: Callable[[Comparison], list[dict[str, Any]]],
+    ) -> SAE:
+        """Train on batches from the last checkpoint on; `measured` gives measures of an SAE that it began with, and of
+        the trained one, with the `loss` to choose by."""
+        try:
+            if self.progress.step < self.plan.steps:
+                self._train(batches)
+            if self.comparison is not None:
+                self.comparison.choose(*measured(self.comparison))
+                if self.comparison.keeps_before:
+                    self.test = None  # of the SAE that is not kept
+                    self.record.keep(self.sae)
+        finally:
+            self.record.end()
+        return self.sae
+
+    def _train(self, batches: Generator[Any, None, None]) -> None:
+        with closing(self._between_checkpoints(batches)) as kept:
+            try:
+                for report in self.solver.train(kept, self.rows):
+                    self._take(report)
+            except TrainingError:
+                # Other processes, which have not failed, would not all-reduce.
+                if self.rows.communicator.world_size == 1:
+                    self._log()  # a NaN loss explains the failure better
+                raise
+        self._keep(after_epoch=True)
+
+    def _between_checkpoints(
+        self, batches: Generator[Any, None, None]
+    ) -> Generator[Any, None, None]:
+        """The batches up to the last step; before each but the first, a checkpoint if one is due."""
+        plan, solver = self.plan, self.solver
+        with closing(batches):
+            for batch in batches:
+                yield batch
+                if solver.finished:
+                    return
+                if solver.steps % plan.batches == 0:
+                    self._keep(after_epoch=True)
+                elif self._is_due():
+                    self._keep(after_epoch=False)
+        # A model's text has ended early. Weights next to a sum over all rows are for those that came.
+        solver.task = replace(solver.task, rows=plan.train_rows.rows)
 
     @property
     def sae(self) -> SAE:
@@ -167,19 +142,19 @@ class Training:
             return self.comparison.sae(self.solver.dictionary)
         return on_raw_rows(self.solver.sae(), self.rows.normalisation)
 
-    def take(self, report: StepReport) -> None:
+    def _take(self, report: StepReport) -> None:
         """Count a step; every `LOG_EVERY` steps a line of measures."""
         self.progress.rows += report.rows
         self.pending.append(report)
         if len(self.pending) == LOG_EVERY:
-            self.log()
+            self._log()
 
-    def log(self) -> None:
+    def _log(self) -> None:
         """A line on the steps since the last; TrainingError if training has diverged."""
         reports, self.pending = self.pending, []
         if not reports:
             return
-        variance = self.rows.normalisation.variance * self.solver.smoothing.inflation
+        variance = self.rows.normalisation.variance * self.solver.inflation
         line = averages(reports, variance, self.rows.communicator)
         self.record.line(line)
         progress = self.progress
@@ -206,7 +181,7 @@ class Training:
         targets = self.rows.sample.y.square().sum(1).mean() / self.rows.normalisation.variance
         return 1e6 * max(1.0, targets.item())
 
-    def demand_convergence(self, sae: SAE) -> None:
+    def _demand_convergence(self, sae: SAE) -> None:
         """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
         step, sample = self.solver.steps, self.rows.sample
         if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
@@ -216,15 +191,19 @@ class Training:
         fvu = error / self.rows.normalisation.variance.item()
         demand_no_worse(fvu, self._worst_fvu, f"at step {step}")
 
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether to keep a checkpoint within an epoch."""
         if self.plan.train_rows.passes == 1:  # which cannot be read again
             return False
         return self.solver.steps - self.progress.step >= self.plan.training.checkpoint_every
 
-    def keep(self, sae: SAE, after_epoch: bool) -> None:
-        """Save a checkpoint, after an epoch with a line of measures on test rows."""
-        progress, solver = self.progress, self.solver
+    def _keep(self, after_epoch: bool) -> None:
+        """Save SAE and checkpoint, after an epoch with a line of measures on test rows."""
+        self._log()
+        sae, plan, progress, solver = self.sae, self.plan, self.progress, self.solver
+        self._demand_convergence(sae)
+        if after_epoch and plan.test_rows is not None:
+            self.test = self._measured(sae, plan.test_rows)
         progress.step = solver.steps
         progress.seconds += time.monotonic() - self.resumed_at
         self.resumed_at = time.monotonic()
@@ -240,35 +219,28 @@ class Training:
             state |= self.comparison.state()
         self.record.save(sae, state, progress)
 
+    def _measured(self, sae: SAE, rows: RowSource) -> Measures:
+        communicator = self.rows.communicator
+        (measures,) = reconstructions([sae], raw_batches(rows, communicator), communicator)
+        return measures
+
     @property
     def epochs(self) -> int:
         """Begun so far."""
         return math.ceil(self.progress.step / self.plan.batches)
 
-    def choose(self, measures: list[dict[str, Any]]) -> None:
-        """Keep the SAE of less `loss`, given the measures before and after."""
-        assert self.comparison is not None
-        before, after = measures
-        kept = "after" if after["loss"] <= before["loss"] else "before"
-        self.comparison.measures = {"before": before, "after": after, "kept": kept}
-        if self.comparison.keeps_before:
-            self.test = None  # of the SAE that is not kept
-            self.record.keep(self.sae)
-
     def notes(self) -> list[str]:
-        notes = self.solver.notes()
-        if self.comparison is not None and self.comparison.keeps_before:
-            measures = self.comparison.measures
-            before, after = (number(measures[name]["loss"]) for name in ("before", "after"))
-            notes.append(
-                f"training did not lower the loss, {before} to {after}: the SAE's weights are kept as they were; train "
-                "on more rows, or with a lower --lr"
-            )
-        return notes
+        return [*self.solver.notes(), *(self.comparison.notes() if self.comparison else [])]
 
-    def result(self, train: Measures, test: Measures) -> dict[str, Any]:
-        """The results, given the measures on training and test rows; of a model's rows the last `rows_counted`."""
+    def result(self, sae: SAE) -> dict[str, Any]:
+        """The results, of the SAE that training returned; of a model's rows the last `rows_counted`.
+
+        Cost: a pass over the training rows.
+        """
         solver, progress, plan = self.solver, self.progress, self.plan
+        train, test = self._measured(sae, plan.train_rows), self.test
+        if test is None:  # no step was left to train, or the start is kept
+            test = self._measured(sae, plan.test_rows) if plan.test_rows else {}
         compared = {} if self.comparison is None else self.comparison.measures
         return {
             "rows_train": plan.train_rows.rows,
@@ -285,7 +257,7 @@ class Training:
             ],
             "notes": self.notes(),
             **compared,
-            "decoder_steps": [asdict(due) for due in solver.schedule.values()],
+            "decoder_steps": [due.to_json() for due in solver.schedule.values()],
             "final": {
                 "test_fvu": test["fvu"],
                 "test_mse": test["mse"],
@@ -330,11 +302,11 @@ def start_training(
         tensors = solver.state() | ({} if comparison is None else comparison.state())
         demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         solver.restore(state)
-    elif plan.start is not None:
+    elif plan.start is not None and revives(solver):
         fired = torch.zeros(plan.d_sae, dtype=torch.bool, device=rows.sample.x.device)
         for batch in rows.some(rows.rows, 0):
             fired |= solver.dictionary.codes(batch.x).fired()
-        solver.revive(communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
+        revive(solver, communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
     try:
         record.begin(progress.step)
     except BaseException:
@@ -377,8 +349,8 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
         sample=rows.sample,
         unseen=unseen,
         B=rows.regression,
-        held=plan.held,
-        begun=plan.start is not None,
+        fixed=plan.fixed,
+        from_sae=plan.start is not None,
         memory=memory,
     )
 

@@ -21,8 +21,9 @@ import torch
 
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
+from saecli.train.descent import Task
 from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig, TrainingConfig
-from saecli.train.solver import Solver, Task
+from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 
 SAELENS = "sae-lens==6.54.12"

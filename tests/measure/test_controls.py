@@ -17,7 +17,6 @@ from saecli.model.language_model import LanguageModel
 from saecli.model.source import find_model
 from saecli.store.reader import RowSource
 from saecli.train.fit import planned
-from saecli.train.loop import Loop
 from saecli.train.pam import PamSolver
 from saecli.train.training import Record, Training, start_training
 
@@ -26,13 +25,13 @@ NAMES = ["none", "fixed encoder", "fixed decoder", "shuffled rows", "random weig
 
 
 def trained(
-    held: str, solver: str, act: str, **options: Any
+    fixed: str, solver: str, act: str, **options: Any
 ) -> tuple[dict[str, torch.Tensor], Training]:
-    """The weights at the start, and the training at its end, with some of them held."""
+    """The weights at the start, and the training at its end, with some of them fixed."""
     given = {"d_sae": 24, "epochs": 3, "batch_size": 64} | options
-    plan = replace(planned(some_rows(900), solver, act, given), held=held)
+    plan = replace(planned(some_rows(900), solver, act, given), fixed=fixed)
     first, last = (start_training(plan, Record()) for _ in range(2))
-    Loop(last).train()
+    last.train()
     return first.solver.sae().tensors(), last
 
 
@@ -42,7 +41,7 @@ def rows_of(source: RowSource) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("held", "solver", "act", "options"),
+    ("fixed", "solver", "act", "options"),
     [
         ("W_enc", "pam-sgd", "topk", {"k": 4}),
         ("W_enc", "pam-sgd", "topk", {"k": 1, "d_sae": 200}),
@@ -58,12 +57,14 @@ def rows_of(source: RowSource) -> np.ndarray:
     ],
     ids=str,
 )
-def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(held, solver, act, options):
-    start, trainer = trained(held, solver, act, **options)
+def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(
+    fixed, solver, act, options
+):
+    start, trainer = trained(fixed, solver, act, **options)
     end = trainer.solver.sae().tensors()
-    assert torch.equal(start[held], end[held])
+    assert torch.equal(start[fixed], end[fixed])
     assert trainer.solver.revived == 0
-    for name in {"W_enc", "W_dec", "b_enc", "b_dec"} - {held}:
+    for name in {"W_enc", "W_dec", "b_enc", "b_dec"} - {fixed}:
         assert not torch.equal(start[name], end[name]), name
 
 

@@ -20,12 +20,13 @@ from solver_problems import (
 
 from saecli.sae.activations import MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train import pam, ridge
+from saecli.train import moments, ridge
 from saecli.train.moments import Moments
 from saecli.train.options import RELEASED_BELOW, Pam, PamSgd
-from saecli.train.pam_sgd import LAST_ROWS, PASS_ROWS, passes_after, silence, steps_between
+from saecli.train.pam_sgd import LAST_ROWS, PASS_ROWS, passes_after, steps_between
 from saecli.train.ridge import DecoderState, Sums, System, Terms
 from saecli.train.start import initial_sae
+from saecli.train.upkeep import silence
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
 EYE = torch.eye(2, dtype=torch.float64)
@@ -39,38 +40,44 @@ def data() -> RowsInMemory:
 @pytest.mark.parametrize(
     ("config", "more", "expected"),
     [
-        # After which step: rows per latent, c(hooses), and r(elease) or l(ast).
-        (PamSgd(decoder_every=10), {}, "10:32c 20:32c 30:32cr 40:32 50:40cl"),
-        (PamSgd(decoder_every=10), {"smoothing": 0.3}, "10:32c 20:32c 30:32cr 40:32 50:40l"),
-        (PamSgd(decoder_every=10), {"B": EYE}, "10:32cr 20:32c 30:32c 40:32 50:40cl"),
+        # After which step: rows per latent; alpha kept, in a w(alk), or a(new); r(elease); l(ast).
+        (PamSgd(decoder_every=10), {}, "10:32a 20:32w 30:32wr 40:32 50:40wl"),
+        (PamSgd(decoder_every=10), {"smoothing": 0.3}, "10:32a 20:32w 30:32wr 40:32 50:40l"),
+        (
+            PamSgd(decoder_every=10),
+            {"smoothing": 0.3, "sparsity": "l1", "weight": 0.1},
+            "10:32a 20:32w 30:32wr 40:32 50:40al",
+        ),
+        (PamSgd(decoder_every=10), {"B": EYE}, "10:32ar 20:32w 30:32w 40:32 50:40wl"),
         (PamSgd(decoder_every=10, alpha=1.0), {}, "10:32 20:32 30:32r 40:32 50:40l"),
-        (PamSgd(decoder_every=10, release=0.4), {}, "10:32c 20:32cr 30:32c 40:32 50:40cl"),
-        (PamSgd(decoder_every=10, release=1.0), {}, "10:32c 20:32c 30:32c 40:32 50:40cl"),
-        (PamSgd(decoder_every=4), {"steps": 15}, "4:32c 8:32cr 12:32c 15:40cl"),
-        (PamSgd(), {"steps": 1}, "1:40cl"),
-        (Pam(), {}, "10:40c 20:40c 30:40c 40:40 50:40c"),
-        (Pam(alpha=1.0), {"steps": 15}, "10:40 15:40"),
+        (PamSgd(decoder_every=10, release=0.4), {}, "10:32a 20:32wr 30:32w 40:32 50:40wl"),
+        (PamSgd(decoder_every=10, release=1.0), {}, "10:32a 20:32w 30:32w 40:32 50:40wl"),
+        (PamSgd(decoder_every=4), {"steps": 15}, "4:32a 8:32wr 12:32w 15:40wl"),
+        (PamSgd(), {"steps": 1}, "1:40al"),
+        (Pam(), {}, "10:40a 20:40w 30:40w 40:40 50:40wl"),
+        (Pam(alpha=1.0), {"steps": 15}, "10:40 15:40l"),
     ],
 )
 def test_the_schedule_of_decoder_steps(config, more, expected):
-    steps, smoothing = more.get("steps", 50), more.get("smoothing", 0.0)
-    task = task_of(ROWS.rows, steps, batches=10, sample=ROWS.x, smoothing=smoothing)
+    B, steps = more.get("B"), more.get("steps", 50)
+    options = {name: value for name, value in more.items() if name not in ("B", "steps")}
+    task = task_of(ROWS.rows, steps, batches=10, sample=ROWS.x, **options)
     initial = initial_sae(Relu(), F, Batch.of(normal(64, 2)), seed=1)
-    schedule = config.build(initial, replace(task, B=more.get("B"))).schedule
+    schedule = config.build(initial, replace(task, B=B)).schedule
     assert [due.number for due in schedule.values()] == list(range(len(schedule)))
-    marks = {"mid": "", "release": "r", "last": "l"}
+    rules = {"keep": "", "walk": "w", "anew": "a"}
     words = [
-        f"{step}:{due.rows / F:g}{'c' if due.chooses else ''}{marks[due.kind]}"
+        f"{step}:{due.rows / F:g}{rules[due.alpha]}{'r' * due.release}{'l' * due.last}"
         for step, due in schedule.items()
     ]
     assert " ".join(words) == expected
 
 
 def test_alpha_is_chosen_less_and_less_often():
-    passes = passes_after(range(1, 41), ROWS.rows, F, release_from=1.0, chooses=True)
-    chosen = [due.number for due in passes.values() if due.chooses]
+    passes = passes_after(range(1, 41), ROWS.rows, F, release_from=1.0)
+    chosen = [due.number for due in passes if due.alpha != "keep"]
     assert chosen == [0, 1, 2, 4, 8, 16, 32, 39]
-    assert (passes[1].rows, passes[40].rows) == (PASS_ROWS * F, min(ROWS.rows, LAST_ROWS * F))
+    assert (passes[0].rows, passes[-1].rows) == (PASS_ROWS * F, min(ROWS.rows, LAST_ROWS * F))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +105,9 @@ def test_training_makes_every_scheduled_step_and_ends_on_the_last(config, steps,
     solver = started(config, data, Relu(), steps=steps)
     made, begin = [], solver.decoder_step
 
-    def noted(due, reread):
+    def noted(due, rows):
         made.append((solver.steps, due))
-        return begin(due, reread)
+        begin(due, rows)
 
     monkeypatch.setattr(solver, "decoder_step", noted)
     trained(solver, data, math.ceil(steps / 5))
@@ -112,7 +119,7 @@ def test_training_makes_every_scheduled_step_and_ends_on_the_last(config, steps,
 def test_auto_releases_half_way_if_alpha_is_small(data, relative):
     first = started(PamSgd(decoder_every=10), data, TopK(k=3), 6)
     one_epoch(first, data)
-    diagonal = first.alpha / first.figures["relative_alpha"]
+    diagonal = first.alpha / first.solution.relative_alpha
     alpha = relative * RELEASED_BELOW * diagonal
     solver = started(PamSgd(decoder_every=10, alpha=alpha), data, TopK(k=3), 6)
     released = []
@@ -124,7 +131,7 @@ def test_auto_releases_half_way_if_alpha_is_small(data, relative):
 
 def test_auto_holds_the_decoder_of_matching_pursuit(data):
     solver = started(PamSgd(), data, MatchingPursuit(k=3), 6)
-    assert "release" not in {due.kind for due in solver.schedule.values()}
+    assert not any(due.release for due in solver.schedule.values())
 
 
 def test_a_release_changes_nothing_of_what_the_dictionary_computes(data):
@@ -160,10 +167,10 @@ def test_a_fixed_alpha_that_was_raised_once_is_asked_for_again(data, monkeypatch
         asked.append(terms.alpha)
         return replace(ridge.optimal_decoder(system, terms, *more), alpha=15.0)
 
-    monkeypatch.setattr(pam, "optimal_decoder", raising)
+    monkeypatch.setattr(moments, "optimal_decoder", raising)
     solver = started(Pam(alpha=0.5), data, Relu(), 3)
     solve_decoder(solver, data)
-    assert solver.alpha == 15
+    assert solver.solution.alpha == 15
     solve_decoder(solver, data)
     assert asked == [0.5, 0.5]
 

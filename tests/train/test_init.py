@@ -26,7 +26,6 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.values import Spread
 from saecli.train.fit import planned
-from saecli.train.loop import Loop
 from saecli.train.rows import fit_normalisation
 from saecli.train.runs import read_metrics
 from saecli.train.start import Start, fingerprint
@@ -240,7 +239,7 @@ def test_only_latents_that_fire_on_no_row_are_revived_before_training():
     start = Start("sae", fingerprint(sae), sae)
     training = start_training(planned(rows, "sgd", "topk", {"epochs": 3}, start=start), Record())
     count = training.solver.revived
-    Loop(training).train()
+    training.train()
     assert count == training.solver.revived == dead > 1
 
 

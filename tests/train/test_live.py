@@ -28,7 +28,6 @@ from saecli.store.split import WHOLE, Part, Split, is_test
 from saecli.store.values import DTYPES
 from saecli.train import SOLVERS
 from saecli.train.live import WINDOW_BYTES, LiveRows
-from saecli.train.loop import Loop
 from saecli.train.options import Pam, TrainingConfig
 from saecli.train.plan import Plan
 from saecli.train.rows import ArrayRows, Normalisation, TrainingRows
@@ -78,7 +77,7 @@ def planned(train, test, solver: str, act: str, **options) -> Plan:
 
 
 def trained(plan: Plan) -> SAE:
-    return Loop(start_training(plan, Record())).train()
+    return start_training(plan, Record()).train()
 
 
 @pytest.mark.parametrize("window", [260, 700, 5000])
@@ -143,10 +142,10 @@ def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
     rows, documents = of_documents(9000)
     there = int((~is_test(documents)).sum())
     with live_rows(rows, documents, [900, 5000], 20_000, 1200, 2500) as live:
-        loop = Loop(start_training(planned(live, live.test_rows, solver, "topk"), Record()))
-        result = loop.result(loop.train())
+        training = start_training(planned(live, live.test_rows, solver, "topk"), Record())
+        result = training.result(training.train())
     assert result["rows_train"] == there > result["rows_counted"]
-    assert result["steps"] < loop.training.plan.steps
+    assert result["steps"] < training.plan.steps
     assert result["warnings"][0] == (
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text"
@@ -167,8 +166,8 @@ def test_where_a_text_ends_early_the_sae_is_as_good_as_of_just_those_rows(alpha:
             config = TrainingConfig(d_sae=latents, batch_size=100, lr=0.03, lr_decay=0.0)
             activation = activation_of("topk", k=4)
             plan = Plan.resolve(live, live.test_rows, config, solver, activation)
-            loop = Loop(start_training(plan, Record()))
-            found.append(loop.result(loop.train()) | {"planned": plan.steps})
+            training = start_training(plan, Record())
+            found.append(training.result(training.train()) | {"planned": plan.steps})
     early, whole = found
     assert early["steps"] == whole["steps"] == whole["planned"] < early["planned"]
     assert early["final"]["test_fvu"] == pytest.approx(whole["final"]["test_fvu"], rel=0.03)
@@ -180,7 +179,7 @@ def test_where_a_text_ends_early_the_sae_is_as_good_as_of_just_those_rows(alpha:
 def test_where_a_text_ends_early_thresholds_are_those_of_its_rows(solver: str):
     with live_rows(*of_documents(9000), [900, 5000], 20_000, 1200, 2500) as live:
         training = start_training(planned(live, live.test_rows, solver, "batchtopk"), Record())
-        Loop(training).train()
+        training.train()
     assert live.ended_early
     codes = training.solver.dictionary.codes(training.rows.sample.x)
     assert codes.count() == 2 * codes.shape[0]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from homes import CommandLine, assert_same_weights, make_store, some_rows
-from solver_problems import task_of
+from solver_problems import RowsInMemory, task_of
 from torch import Tensor
 
 import saecli
@@ -96,9 +96,7 @@ def test_the_last_decoder_step_is_bit_for_bit_that_of_float32(last: bool, config
         )
         solver.steps = 1
         passes = list(solver.schedule.values())
-        step = solver.decoder_step(passes[-1 if last else 0], lambda: [Batch.of(x)])
-        step.add(Batch.of(x))
-        solver.update(step)
+        solver.decoder_step(passes[-1 if last else 0], RowsInMemory(x, 256))
     assert (exact.alpha == rounded.alpha) == last
     if last:
         for name, tensor in exact.dictionary.state_dict().items():

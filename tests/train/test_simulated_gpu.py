@@ -25,9 +25,8 @@ from saecli.store.joined import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
-from saecli.train.adam import Adam
+from saecli.train.descent import Adam
 from saecli.train.fit import planned
-from saecli.train.loop import Loop
 from saecli.train.solver import Solver
 from saecli.train.training import Record, start_training
 
@@ -222,7 +221,7 @@ def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str):
     for device in ("cpu", GPU):
         plan = planned(rows, "pam-sgd", "relu", options | {"device": device})
         training = start_training(plan, Record())
-        saes.append(Loop(training).train())
+        saes.append(training.train())
     assert same(saes[0], saes[1].copy_to("cpu"))
 
 

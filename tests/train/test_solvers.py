@@ -25,13 +25,14 @@ from torch import Tensor
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
-from saecli.train import pam_sgd
+from saecli.train import upkeep
 from saecli.train.options import WIDEST, Pam, PamSgd, Sgd, SolverConfig
 from saecli.train.pam import PamSolver
 from saecli.train.plan import default_width
 from saecli.train.rows import Smoothing
-from saecli.train.solver import Solver, directions_of_worst
+from saecli.train.solver import Solver
 from saecli.train.start import default_learning_rate
+from saecli.train.upkeep import directions_of_worst, revive
 
 FREE = Pam(alpha=0.5)
 
@@ -350,12 +351,12 @@ def test_revival_leaves_latents_that_fire_as_they_are():
     data = sparse_mixture()
     alive = [latent for latent in range(F) if latent not in DEAD]
     tensors = []
-    for revive in (True, False):
-        solver = smoothing_solver(data, Relu(), PamSgd(alpha=0.5, revive=revive))
+    for asked in (True, False):
+        solver = smoothing_solver(data, Relu(), PamSgd(alpha=0.5, revive=asked))
         kill(solver)
         solver.descend(Batch.of(data.x))
         solve_decoder(solver, data)
-        assert solver.revived == len(DEAD) * revive
+        assert solver.revived == len(DEAD) * asked
         sae = solver.sae()
         tensors.append((sae.W_enc[:, alive], sae.b_enc[alive], sae.W_dec[alive], sae.b_dec))
     assert all(map(torch.equal, *tensors))
@@ -378,7 +379,7 @@ def test_no_two_latents_are_re_aimed_at_one_row(kind):
     solver.task = replace(solver.task, sample=Batch.of(rows))
     alive = torch.arange(F) < 3
     encoder()[:, ~alive] = 0
-    solver.revive(alive, rows=1000)
+    revive(solver, alive, rows=1000)
     aimed = encoder()[:, 3:].T
     assert solver.revived == len(torch.unique(aimed[:7], dim=0)) == 7
     assert not aimed[7:].any()
@@ -393,7 +394,7 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
 
 @pytest.mark.parametrize("solve", ["direct", "iterative"])
 def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch, solve):
-    monkeypatch.setattr(pam_sgd, "REAIMED", 1.5 / F)
+    monkeypatch.setattr(upkeep, "REAIMED", 1.5 / F)
     rows = sparse_mixture()
     solver = started(PamSgd(alpha=0.01, solve=solve), rows, Relu())
     with torch.no_grad():

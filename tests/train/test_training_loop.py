@@ -31,7 +31,6 @@ from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.train import SOLVERS
 from saecli.train.fit import planned
-from saecli.train.loop import Loop
 from saecli.train.plan import Plan
 from saecli.train.runs import load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.start import Start, fingerprint
@@ -61,7 +60,7 @@ def training(
 def test_a_failure_ends_the_record():
     diverging = training(some_rows(500), lr=1e30)
     with pytest.raises(TrainingError, match="the loss became"):
-        Loop(diverging).train()
+        diverging.train()
     assert diverging.record.ended == 1
 
 
@@ -69,9 +68,9 @@ def test_results_are_measured_on_all_rows(tmp_path):
     make_store(tmp_path, "rows", some_rows(500))
     store = saecli.open_store("rows", tmp_path)
     test = store.split("test")
-    loop = Loop(training(store, test=test))
-    sae = loop.train()
-    result = loop.result(sae)
+    measured = training(store, test=test)
+    sae = measured.train()
+    result = measured.result(sae)
     x = torch.from_numpy(collect(test.sequential(64)))
     assert result["final"]["test_fvu"] == pytest.approx(fvu(sae(x), x), rel=1e-4)
     assert result["rows_test"] == len(x)
@@ -152,7 +151,7 @@ def test_resumed_is_bit_for_bit_uninterrupted(
     plan = plan_of(solver, act, options)
     record = Cut(tmp_path)
     first = start_training(plan, record)
-    whole = Loop(first).train()
+    whole = first.train()
     kept = sorted(tmp_path.iterdir())
     assert len(kept) > plan.epochs
     if plan.start is not None:  # the checkpoint has all that it gives
@@ -161,7 +160,7 @@ def test_resumed_is_bit_for_bit_uninterrupted(
         cut = Cut(tmp_path, after)
         resumed = start_training(plan, cut)
         step = resumed.progress.step
-        sae = Loop(resumed).train()
+        sae = resumed.train()
         assert cut.lines == [line for line in record.lines if line["step"] > step]
         if plan.start is not None:
             assert resumed.comparison.measures == first.comparison.measures

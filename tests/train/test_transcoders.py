@@ -33,7 +33,7 @@ from saecli.store.values import Spread
 from saecli.train.moments import penalty_decay
 from saecli.train.rows import ArrayRows, Smoothing, TrainingRows, fit_normalisation
 from saecli.train.runs import read_metrics
-from saecli.train.solver import re_aim
+from saecli.train.upkeep import re_aim
 
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 TOPK = ("--act", "topk", "--k", "4")
