@@ -2,8 +2,8 @@
 
     python examples/report.py results/mnist results/gemma results/paper_settings results/convergence [--out DIR]
 
-Copies the figures behind claims, made smaller, to `figures/` next to the report, and writes the verdicts into the
-README there, between its markers.
+Copies the figures behind claims, made smaller, to `figures/` next to the report, and writes the number of verdicts of
+each section into the README there, between its markers.
 """
 
 import argparse
@@ -23,6 +23,7 @@ Written by `examples/report.py` from the measurements of this folder's scripts, 
 variance unexplained (FVU) of held-out rows; "lower" means by more than 2%. Statements are paraphrased; those on
 ablations and causes are added here. A verdict is about the experiment above it, at its sizes.
 """
+VERDICTS = {"holds": "holds", "holds when": "holds in part", "does not hold": "does not hold"}
 
 
 Section = dict[str, Any]  # as of `write_claims` in measured.py
@@ -48,7 +49,7 @@ def section(found: Section, folder: Path, figures: Path) -> str:
     names = dict.fromkeys([*(claim["figure"] for claim in found["claims"]), *found["also"]])
     for name in names:
         shrunk(folder / name, figures / f"{stem}-{name}")
-    for claim in found["claims"]:
+    for claim in sorted(found["claims"], key=lambda claim: [*VERDICTS].index(kind(claim["verdict"]))):
         link = f"[{Path(claim['figure']).stem}]({figures.name}/{stem}-{claim['figure']})"
         lines.append(
             f"| {claim['statement']} | **{claim['verdict']}** | {link}: {claim['evidence']} |"
@@ -65,14 +66,21 @@ def shrunk(figure: Path, to: Path) -> None:
         image.convert("RGB").quantize(HUES, dither=Image.Dither.NONE).save(to, optimize=True)
 
 
+def kind(verdict: str) -> str:
+    """The verdict without its conditions: a key of `VERDICTS`."""
+    return verdict.split(":")[0]
+
+
 def verdicts(sections: Sequence[Section]) -> str:
-    """All claims and verdicts, without the figures behind them."""
-    lines = [
-        f"| {claim['statement']} | {claim['verdict']} |"
-        for found in sections
-        for claim in found["claims"]
-    ]
-    return "\n".join(["| statement | here |", "|---|---|", *lines])
+    """The number of verdicts of each kind, by section."""
+    lines = [f"| | {' | '.join(VERDICTS.values())} |", "|---" * (1 + len(VERDICTS)) + "|"]
+    for found in sections:
+        kinds = [kind(claim["verdict"]) for claim in found["claims"]]
+        name = found["section"]
+        anchor = name.lower().replace(" ", "-").replace("'", "")
+        counts = " | ".join(str(kinds.count(one)) for one in VERDICTS)
+        lines.append(f"| [{name}](REPORT.md#{anchor}) | {counts} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

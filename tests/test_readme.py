@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDERS = [ROOT / name for name in ("saecli", "tests", "examples")]
 READMES = sorted(path for folder in FOLDERS for path in folder.rglob("README.md"))
-NOTES = "\n\n".join(
-    f"Note {n}. The {word} of the year {1900 + n} was {word[::-1]}, as everyone who read it knew."
-    for n, word in enumerate(["harvest", "winter", "letter", "machine", "garden", "number"] * 40)
-)
 
 
 def blocks(language: str) -> list[str]:
@@ -33,18 +31,25 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SAE_HOME", raising=False)
-    Path("notes.txt").write_text(NOTES)
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    write, *lines = [line for block in blocks("sh") for line in block.splitlines()]
+    text, file = shlex.split(write, comments=True)[:-1], Path(shlex.split(write, comments=True)[-1])
+    assert (text[:3], text[-1], file) == (["python", "-m", "pydoc"], ">", Path("notes.txt"))
+    file.write_bytes(subprocess.check_output([sys.executable, *text[1:-1]]))
     chain = "extract train eval sparsity geometry report finetune train extract train eval"
     names = [*chain.split(), "export", "extract", "train"]
     assert [shlex.split(line, comments=True)[:2] for line in lines] == [
         ["sae", name] for name in names
     ]
-    quick = {"train": ["--epochs", "2", "--d-sae", "64"], "finetune": ["--tokens", "6000"]}  # quick
+    quick = {
+        "extract": ["--rows", "3000"],
+        "train": ["--epochs", "2", "--d-sae", "64"],
+        "finetune": ["--tokens", "6000"],
+    }
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
-        here(*words, *quick.get(words[0], [])).succeeds()
+        given = quick.get(words[0], []) if "--rows" not in words else []
+        here(*words, *given).succeeds()
     assert Path("sparsity.png").exists()
     assert Path("geometry.png").exists()
     assert here("sparsity", "crosscoder", "--plot", "crosscoder.png").status == 0
@@ -82,10 +87,10 @@ def test_two_set_up_commands_stand_where_ci_takes_them_from():
     ]
 
 
-def test_table_of_commands_lists_them_all():
-    table = README.split("## Commands")[1].split("## ")[0]
-    cells = re.findall(r"^\| (`sae .*?) \|", table, re.MULTILINE)
-    assert re.findall(r"`sae (\w+)", " ".join(cells)) == list(COMMANDS)
+def test_list_of_commands_has_them_all_in_the_order_of_help():
+    section = README.split("## Commands")[1].split("## ")[0]
+    entries = re.findall(r"^- (`sae [^:]*):", section, re.MULTILINE)
+    assert re.findall(r"`sae (\w+)", " ".join(entries)) == list(COMMANDS)
 
 
 def test_figures_of_the_bundled_model_are_those_measured():
