@@ -49,7 +49,9 @@ def section(found: Section, folder: Path, figures: Path) -> str:
     names = dict.fromkeys([*(claim["figure"] for claim in found["claims"]), *found["also"]])
     for name in names:
         shrunk(folder / name, figures / f"{stem}-{name}")
-    for claim in sorted(found["claims"], key=lambda claim: [*VERDICTS].index(kind(claim["verdict"]))):
+    for claim in sorted(
+        found["claims"], key=lambda claim: [*VERDICTS].index(kind(claim["verdict"]))
+    ):
         link = f"[{Path(claim['figure']).stem}]({figures.name}/{stem}-{claim['figure']})"
         lines.append(
             f"| {claim['statement']} | **{claim['verdict']}** | {link}: {claim['evidence']} |"

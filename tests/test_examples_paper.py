@@ -179,7 +179,9 @@ def test_the_readme_counts_the_reports_verdicts():
         assert kinds == sorted(kinds, key=["holds", "holds when", "does not hold"].index)
         numbers = [kinds.count(kind) for kind in ("holds", "holds when", "does not hold")]
         counts[section.splitlines()[0]] = numbers
-    text = (EXAMPLES / "README.md").read_text().split("<!-- results -->")[1].split("<!-- end -->")[0]
+    text = (
+        (EXAMPLES / "README.md").read_text().split("<!-- results -->")[1].split("<!-- end -->")[0]
+    )
     rows = re.findall(r"^\| \[(.*?)\].*? \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert {name: [*map(int, numbers)] for name, *numbers in rows} == counts
     assert sum(map(sum, counts.values())) > 20

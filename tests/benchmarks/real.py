@@ -59,7 +59,7 @@ def main(
         }
         lines.append(line | rounded)
         print(json.dumps(lines[-1]), flush=True)
-    if saelens_python is None:
+    if saelens_python is None and {*solver} == {"sgd", "pam-sgd"}:
         print(table(lines, act, l0))
 
 

@@ -49,9 +49,9 @@ def run(job: Job, home: Path) -> list[float]:
     sae = saecli.fit(store, solver=job.solver, **new)
     if job.way == "model":
         tuned = saecli.finetune(sae, MODEL, data=store.name, home=home, seed=job.seed)
-        before, after = tuned.metadata["before"], tuned.metadata["after"]
-        gaps = [one["ce_spliced"] - one["ce_clean"] for one in (before, after)]
-        return [before["fvu"], after["fvu"], before["kl"], after["kl"], *gaps]
+        measured = [saecli.evaluate(one, store, model=MODEL) for one in (sae, tuned)]
+        gaps = [one["ce_spliced"] - one["ce_clean"] for one in measured]
+        return [*(one[name] for name in ("fvu", "kl") for one in measured), *gaps]
     other = saecli.open_store("code", home)
     given = {"solver": job.solver, "fraction": NEW}
     saes = [
