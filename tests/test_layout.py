@@ -85,7 +85,7 @@ def test_a_module_imports_only_rooms_below_its_own():
 
 def test_the_top_of_the_package_is_nine_rooms_and_two_files():
     names = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "assets", "py.typed"}
-    assert names == {*ROOMS, "__init__.py", "__main__.py"}
+    assert names == {*ROOMS, "README.md", "__init__.py", "__main__.py"}
 
 
 @pytest.mark.parametrize("library", DOORS)
