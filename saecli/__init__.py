@@ -30,25 +30,25 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 TYPE_CHECKING = False  # true to a type checker, which then knows exactly these names
 if TYPE_CHECKING:
     from .base.errors import SaeError as SaeError
-    from .derive.export import export as export
-    from .derive.export import push as push
-    from .derive.refit import refit as refit
+    from .derive.functions import export as export
+    from .derive.functions import push as push
+    from .derive.functions import refit as refit
     from .extract.extraction import extract as extract
-    from .geometry.geometry import geometry as geometry
-    from .measure.controls import controls as controls
-    from .measure.evaluate import evaluate as evaluate
-    from .measure.evaluate import sparsity as sparsity
-    from .measure.explain import explain as explain
-    from .measure.probes import probe as probe
-    from .measure.read import read as read
+    from .geometry.functions import geometry as geometry
+    from .measure.functions import controls as controls
+    from .measure.functions import evaluate as evaluate
+    from .measure.functions import explain as explain
+    from .measure.functions import probe as probe
+    from .measure.functions import read as read
+    from .measure.functions import sparsity as sparsity
+    from .measure.functions import steer as steer
     from .measure.stability import stability as stability
-    from .measure.steer import steer as steer
     from .measure.steer import steering as steering
     from .model.saes import load_sae as load_sae
     from .sae.dictionary import SAE as SAE
     from .sae.library import save_sae as save_sae
     from .show.drawing import draw as draw
-    from .show.report import report as report
+    from .show.functions import report as report
     from .splice.spliced import spliced as spliced
     from .store.importing import import_array as import_array
     from .store.importing import import_synthetic as import_synthetic
@@ -81,22 +81,17 @@ else:
 __version__ = "0.1.0"
 _NAMES = {  # by module
     "base.errors": ["SaeError"],
-    "derive.export": ["export", "push"],
-    "derive.refit": ["refit"],
+    "derive.functions": ["export", "push", "refit"],
     "extract.extraction": ["extract"],
-    "geometry.geometry": ["geometry"],
-    "measure.controls": ["controls"],
-    "measure.evaluate": ["evaluate", "sparsity"],
-    "measure.explain": ["explain"],
-    "measure.probes": ["probe"],
-    "measure.read": ["read"],
+    "geometry.functions": ["geometry"],
+    "measure.functions": ["controls", "evaluate", "explain", "probe", "read", "sparsity", "steer"],
     "measure.stability": ["stability"],
-    "measure.steer": ["steer", "steering"],
+    "measure.steer": ["steering"],
     "sae.dictionary": ["SAE"],
     "model.saes": ["load_sae"],
     "sae.library": ["save_sae"],
     "show.drawing": ["draw"],
-    "show.report": ["report"],
+    "show.functions": ["report"],
     "splice.spliced": ["spliced"],
     "store.importing": ["import_array", "import_synthetic"],
     "store.reader": ["ActivationStore"],

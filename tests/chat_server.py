@@ -4,8 +4,13 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from saecli.base.options import arguments_of
+from saecli.measure.endpoint import Server
+from saecli.measure.functions import explain
 
 MODEL = "judge-1"
 Failure = tuple[int, str]  # status (0: dropped), body
@@ -75,3 +80,10 @@ def answering(answer: Callable[[list[str]], Any]) -> Iterator[ChatServer]:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
+
+
+def asked(url: str, **settings: Any) -> Server:
+    """A server of `MODEL`, with the defaults of `explain`."""
+    defaults = {name: option.default for name, option in arguments_of(explain).items()}
+    values = defaults | {"endpoint": url, "model_name": MODEL} | settings
+    return Server(**{field.name: values[field.name] for field in fields(Server)})

@@ -76,14 +76,14 @@ class UnitSgd(Sgd):
     implementation: ClassVar[str] = "unit_sgd:UnitSgdSolver"
 '''
 
-COMMAND = '''
+COMMAND = '''"""Count the runs."""
+
 import typer
 
 from .options import Json, start
 
 
 def command(ctx: typer.Context, json: Json = False) -> None:
-    """Count the runs."""
     session = start(ctx)
     session.console.print_result({"runs": len(session.home.runs.names())})
 '''
@@ -141,8 +141,7 @@ def added(root: Path) -> dict[str, str]:
     )
     line("sae/formats/__init__.py", "libraries, scopes", "libraries, npz, scopes")
     write("cli/count.py", COMMAND)
-    measure = '    "Measure": {\n'
-    line("cli/main.py", measure, f'{measure}        "count": "Count the runs.",\n')
+    line("cli/main.py", '"eval sparsity', '"count eval sparsity')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}
 
 

@@ -1,4 +1,5 @@
-"""Options, each declared once as an annotated field of a `Config`, for Python, TOML files and the command line.
+"""Options, each declared once, for Python, TOML files and the command line: an annotated field of a `Config`, or an
+annotated argument of a public function.
 
     rows: Annotated[Count, Shown("Rows to store.")] = 100_000
     alpha: Annotated[NonNegative | Literal["auto"], Shown("Ridge of the decoder step.")] = "auto"
@@ -8,12 +9,13 @@ pydantic checks a value against its annotation, strictly: True is no number, and
 
 import dataclasses
 import functools
+import inspect
 import json
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
@@ -39,14 +41,19 @@ class Shown:
     panel: str | None = None  # of the help page; None for its configuration's
     advanced: bool = False  # shown by `--help-all` only
     once: bool = False  # not to be repeated where other numbers may be, for one result per value
+    name: str = ""  # of the option; by default the field's or the argument's
+    kind: Any = None  # type of the option's value; by default the field's or the argument's
+    default_words: str | None = None  # the default in words
+
+
+REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 
 
 @dataclass(frozen=True)
 class Option(Shown):
-    """A field of a configuration as an option."""
+    """A field of a configuration, or an argument of a function, as an option."""
 
-    name: str = ""
-    kind: Any = str  # its annotation
+    argument: str = ""
     default: Any = None
 
     @property
@@ -153,10 +160,52 @@ def _options_of(config: Any) -> dict[str, Option]:
     for field in dataclasses.fields(config):
         kind = kinds[field.name]
         (shown,) = (note for note in kind.__metadata__ if isinstance(note, Shown))
-        options[field.name] = Option(
-            **vars(shown), name=field.name, kind=kind, default=field.default
-        )
+        options[field.name] = _option(shown, field.name, kind, field.default)
     return options
+
+
+def _option(shown: Shown, argument: str, kind: Any, default: Any) -> Option:
+    option = Option(**vars(shown), argument=argument, default=default)
+    return replace(option, name=shown.name or argument, kind=shown.kind or kind)
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, Option]:
+    """The arguments of a function that are options, by name. Annotations are evaluated, but for types in quotes, which
+    may be of modules that are slow to import."""
+    options = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        for note in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(note, Shown):
+                options[name] = _option(note, name, parameter.annotation, parameter.default)
+    return options
+
+
+def all_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a function by argument: those given, and defaults."""
+    defaults = {name: option.default for name, option in arguments_of(function).items()}
+    return {**defaults, **given}
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: arguments whose options have their type are checked, ConfigError if one is not
+    allowed; the docstring gets the help of all options."""
+    signature, options = inspect.signature(function), arguments_of(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name in options and options[name].kind is signature.parameters[name].annotation:
+                bound.arguments[name] = options[name].checked(value)
+        return function(*bound.args, **bound.kwargs)
+
+    helps = [f"    {name}: {option.help}" for name, option in options.items()]
+    call.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *helps])
+    return call
 
 
 def options_from(

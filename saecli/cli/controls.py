@@ -1,34 +1,34 @@
+"""Train baselines for a run: random encoder or decoder, shuffled rows, random model.
+
+A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
+random; each dimension of the rows is shuffled by itself; or, with --model, the rows are activations of that model
+with random weights, on the same tokens. RUN is trained without --init; of a crosscoder of several models, without
+--model.
+
+The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
+with --model CE recovered and KL. A score that a control reaches too is no evidence for the SAE.
+
+Cost: trains 3 SAEs (4 with --model). Rows that are shuffled or from a random model are held in memory as float32:
+of a store larger than memory, take a run with a smaller --fraction. Saves no run.
+
+Example: sae controls first --model google/gemma-2-2b
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
 import typer
 
-from .options import Device, Json, OwnRun, SplicedModel, Tokens, start
+from ..measure.functions import controls
+from .options import FinishedRun, Json, configured, start
 
 
+@configured(controls)
 def command(
-    ctx: typer.Context,
-    run: OwnRun = None,
-    model: SplicedModel = None,
-    tokens: Tokens = None,
-    device: Device = "auto",
-    json: Json = False,
+    ctx: typer.Context, options: Mapping[str, Any], run: FinishedRun = None, json: Json = False
 ) -> None:
-    """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
-
-    A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
-    random; each dimension of the rows is shuffled by itself; or, with --model, the rows are activations of that model
-    with random weights, on the same tokens. RUN is trained without --init; of a crosscoder of several models, without
-    --model.
-
-    The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
-    with --model CE recovered and KL. A score that a control reaches too is no evidence for the SAE.
-
-    Cost: trains 3 SAEs (4 with --model). Rows that are shuffled or from a random model are held in memory as float32:
-    of a store larger than memory, take a run with a smaller --fraction. Saves no run.
-
-    Example: sae controls first --model google/gemma-2-2b
-    """
-    from ..measure.controls import controls
     from ..show.measures import controls_table
 
     session = start(ctx)
-    document = session.call(controls)
+    document = session.call(controls, run=run, **options)
     session.print_result_and_notes(document, controls_table(document))

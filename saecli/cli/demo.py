@@ -1,3 +1,11 @@
+"""Run extract, train and eval offline on a bundled model, printing each command.
+
+Extracts activations from tiny-gemma2, trains an SAE with each of two solvers on all rows and on a tenth of them,
+and compares them. Takes a minute or two without a network.
+
+Example: sae demo --pictures pictures
+"""
+
 import itertools
 import shlex
 import sys
@@ -24,13 +32,6 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run extract, train and eval offline on a bundled model, printing each command.
-
-    Extracts activations from tiny-gemma2, trains an SAE with each of two solvers on all rows and on a tenth of them,
-    and compares them. Takes a minute or two without a network.
-
-    Example: sae demo --pictures pictures
-    """
     from ..train.listing import list_home
 
     session = start(ctx)

@@ -1,33 +1,44 @@
+"""Measure reconstruction, sparsity and the effect on the model.
+
+RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE of this tool or another library.
+Several runs make one table, sparsest first.
+
+A single run is spliced into the language model that its store's rows came from, if that is on this machine, for CE
+and KL; several into --model.
+
+Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
+only for SAEs trained here.
+
+--together splices all runs into --model at once: CE and KL of the whole set, next to CE with zeros, and with the
+mean row, at all hook points that it replaces; and each run's error there, of what the model has at that point with
+the others spliced in, and of what it has without any.
+
+--stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors, in the metric
+of their training if it is one. PW-MCC is the mean |cosine|; a latent is matched if its |cosine| is above 0.7. If
+some are silent, both are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
+
+Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..base.console import Console
 from ..base.errors import ConfigError
-from .options import (
-    Data,
-    Device,
-    Json,
-    NoModel,
-    Plot,
-    Runs,
-    SplicedModels,
-    SplitName,
-    Target,
-    Tokens,
-    model_or_own,
-    start,
-)
+from ..base.options import all_arguments
+from ..measure.functions import evaluate
+from .options import Json, NoModel, Plot, Runs, configured, model_or_own, start
 
 
+@configured(evaluate)
 def command(
     ctx: typer.Context,
+    options: Mapping[str, Any],
     runs: Runs = None,
-    data: Data = None,
-    target: Target = None,
-    split: SplitName = "test",
-    model: SplicedModels = None,
     no_model: NoModel = False,
-    tokens: Tokens = None,
     at_once: Annotated[
         bool,
         typer.Option(
@@ -42,38 +53,17 @@ def command(
             help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
         ),
     ] = False,
-    device: Device = "auto",
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Measure reconstruction, sparsity and the effect on the model.
-
-    RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE of this tool or another library.
-    Several runs make one table, sparsest first.
-
-    A single run is spliced into the language model that its store's rows came from, if that is on this machine, for CE
-    and KL; several into --model.
-
-    Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
-    only for SAEs trained here.
-
-    --together splices all runs into --model at once: CE and KL of the whole set, next to CE with zeros, and with the
-    mean row, at all hook points that it replaces; and each run's error there, of what the model has at that point with
-    the others spliced in, and of what it has without any.
-
-    --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors, in the metric
-    of their training if it is one. PW-MCC is the mean |cosine|; a latent is matched if its |cosine| is above 0.7. If
-    some are silent, both are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
-
-    Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
-    """
     from ..measure.evaluate import check_tokens, compare_measured, stored_models, together
     from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, demand_several, stability_of
     from ..show import measures
 
-    session = start(ctx)
+    session, arguments = start(ctx), all_arguments(evaluate, options)
     console, names = session.console, runs or []
+    model, tokens = arguments.pop("model"), arguments.pop("tokens")
     wanted = model_or_own(model, no_model)
     if len(names) > 1 and not model:
         wanted = None
@@ -82,12 +72,12 @@ def command(
         raise ConfigError("--together does nothing without --model; name the language model")
     if stable:
         demand_several(len(names))
-    chosen_rows = ChosenRows(session.home, data, split, device, console, target)
+    chosen_rows = ChosenRows(session.home, **arguments, listener=console)
     everything = chosen_rows.with_all(names, of_set=at_once)
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
     effect: dict[str, Any] = {}
-    if model is not None and at_once:  # first, since it may refuse the runs
+    if at_once:  # first, since it may refuse the runs
         effect = together(everything, model, tokens, console)
     runs_measured = compare_measured(everything, None if at_once else wanted, tokens, console)
     ranked = measures.sparsest_first(runs_measured)
@@ -100,13 +90,23 @@ def command(
         document["stability"] = stability_of(everything, console)
         tables.append(measures.stability_table(document["stability"]))
     if plot is not None:
-        from ..show import pictures  # matplotlib takes a second to import
-
         families = {measured.subject.name: measured.family for measured in everything}
-        pictures.draw_frontier(plot, ranked, families)
-        console.note(f"drew {plot}")
-        if stable:
-            second = plot.with_stem(f"{plot.stem}-stability")
-            pictures.draw_stability(second, document["stability"])
-            console.note(f"drew {second}")
+        _draw(plot, ranked, families, document.get("stability"), console)
     console.print_result(document, *tables)
+
+
+def _draw(
+    plot: Path,
+    ranked: Sequence[Mapping[str, Any]],
+    families: Mapping[str, str],
+    stability: dict[str, Any] | None,
+    console: Console,
+) -> None:
+    from ..show import pictures  # matplotlib takes a second to import
+
+    pictures.draw_frontier(plot, ranked, families)
+    console.note(f"drew {plot}")
+    if stability is not None:
+        second = plot.with_stem(f"{plot.stem}-stability")
+        pictures.draw_stability(second, stability)
+        console.note(f"drew {second}")

@@ -1,16 +1,26 @@
-from dataclasses import dataclass
+"""Run a language model over text and store its activations.
+
+The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
+one of several hook points or models is dropped at every one. The same command again resumes an interrupted
+extraction, and does nothing for a finished one.
+
+Example: sae extract --model google/gemma-2-2b --layer 12
+"""
+
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import typer
 from annotated_types import Ge
 
 from ..base.errors import ConfigError
-from ..base.options import Config, Shown, options_from, options_of
+from ..base.options import Config, Shown, arguments_of, options_from, options_of
 from ..base.processes import communicator
 from ..base.words import flag_of
 from ..extract.options import ExtractConfig
+from ..measure.functions import evaluate
 from ..store.origin import Site
-from .options import Device, Json, configured, start
+from .options import Json, configured, start
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,13 @@ class Places(Config):
     ] = None
 
 
+DEVICE = replace(arguments_of(evaluate)["device"], panel=Places.panel)
 _ROWS = [name for name in options_of(ExtractConfig) if name not in options_of(Places)]
 
 
-@configured(Places, more=options_from(ExtractConfig, _ROWS, {}, panel=ExtractConfig.panel))
+@configured(
+    Places, more=[*options_from(ExtractConfig, _ROWS, {}, panel=ExtractConfig.panel), DEVICE]
+)
 def command(
     ctx: typer.Context,
     options: dict[str, Any],
@@ -72,17 +85,8 @@ def command(
             help="List the modules of --model and the sites among them.",
         ),
     ] = False,
-    device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Run a language model over text and store its activations.
-
-    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
-    one of several hook points or models is dropped at every one. The same command again resumes an interrupted
-    extraction, and does nothing for a finished one.
-
-    Example: sae extract --model google/gemma-2-2b --layer 12
-    """
     from ..extract.extraction import extract
     from ..show.tables import stored_tables
     from ..store.opening import stores_document
@@ -111,7 +115,6 @@ def command(
         site=options.pop("site", "resid_post"),
         name=name,
         home=session.home.path,
-        device=device,
         progress=session.console,
         **options,
     )

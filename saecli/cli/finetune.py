@@ -1,3 +1,16 @@
+"""Train an SAE on through the language model that it acts in.
+
+Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
+its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder, of one model.
+
+The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
+CE recovered on text kept out of training before and after. Saves a run, with the better SAE of the two.
+
+Options marked "..." can be given several times: one run per combination, one after another.
+
+Example: sae finetune first --model google/gemma-2-2b
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,7 +21,7 @@ import typer
 
 from ..base.home import now
 from ..train.finetune_options import FINETUNED
-from .options import Data, Given, Json, Run, Session, configured, start
+from .options import Given, Json, Run, Session, configured, start
 from .train import Resume, demand_alone, train_and_print
 
 if TYPE_CHECKING:
@@ -20,7 +33,13 @@ def command(
     ctx: typer.Context,
     options: tuple[Given, ...],
     run: Run = None,
-    data: Data = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Activation store, by name or folder; for a crosscoder several, in order.",
+            show_default="the one that the run was trained on, else the newest",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="Name of the new run.", show_default="finetune, activation and a number"),
@@ -28,18 +47,6 @@ def command(
     resume: Resume = False,
     json: Json = False,
 ) -> None:
-    """Train an SAE on through the language model that it acts in.
-
-    Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
-    its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder, of one model.
-
-    The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
-    CE recovered on text kept out of training before and after. Saves a run, with the better SAE of the two.
-
-    Options marked "..." can be given several times: one run per combination, one after another.
-
-    Example: sae finetune first --model google/gemma-2-2b
-    """
     from ..train.finetune import resume_job
 
     session = start(ctx)

@@ -1,3 +1,19 @@
+"""Store an array, or synthetic rows made of known features.
+
+Nothing in a file is executed, and no other file that it names is opened, but for those next to an index.json. The
+same command again resumes an interrupted import, and does nothing for a finished one.
+
+Files of rows follow each other: 'acts/*.npy'. One of several arrays: acts.h5 --key layer_6. All of
+them: acts.safetensors.index.json --key '*'. A column of lists: acts.parquet --key activation. Padded batches:
+batch.npz --flatten positions --mask attention_mask. One layer of (tokens, layers, width): vllm/ --index ':,2'.
+Raw binary: acts.bin --shape -1,768 --dtype bfloat16.
+
+For synthetic rows, `sae eval` reports which known features an SAE has found. Their structure is SynthSAEBench's
+(arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
+
+Example: sae import train-images-idx3-ubyte.gz --name mnist
+"""
+
 from functools import partial
 from typing import Annotated, Any
 
@@ -25,21 +41,6 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Store an array, or synthetic rows made of known features.
-
-    Nothing in a file is executed, and no other file that it names is opened, but for those next to an index.json. The
-    same command again resumes an interrupted import, and does nothing for a finished one.
-
-    Files of rows follow each other: 'acts/*.npy'. One of several arrays: acts.h5 --key layer_6. All of
-    them: acts.safetensors.index.json --key '*'. A column of lists: acts.parquet --key activation. Padded batches:
-    batch.npz --flatten positions --mask attention_mask. One layer of (tokens, layers, width): vllm/ --index ':,2'.
-    Raw binary: acts.bin --shape -1,768 --dtype bfloat16.
-
-    For synthetic rows, `sae eval` reports which known features an SAE has found. Their structure is SynthSAEBench's
-    (arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
-
-    Example: sae import train-images-idx3-ubyte.gz --name mnist
-    """
     from ..show.tables import stored_tables
     from ..store.importing import import_array, import_synthetic, is_world
     from ..store.opening import stores_document

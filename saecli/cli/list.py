@@ -1,3 +1,8 @@
+"""List the stores and runs in the home folder, newest first.
+
+Example: sae list --check
+"""
+
 from typing import Annotated
 
 import typer
@@ -18,15 +23,11 @@ def command(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the stores and runs in the home folder, newest first.
-
-    Example: sae list --check
-    """
     from ..show.tables import listing_tables
     from ..train.listing import list_home
 
     session = start(ctx)
-    document = session.call(list_home)
+    document = session.call(list_home, check=check)
     session.console.print_result(document, *listing_tables(document))
     if not check:
         return

@@ -1,7 +1,6 @@
-"""The command line: `sae [--home DIR] COMMAND`. To add a command, write `saecli/cli/NAME.py` with a function `command`,
-and a line in `GROUPS`."""
+"""The command line: `sae [--home DIR] COMMAND`. To add a command, write `saecli/cli/NAME.py`, with its help as
+docstring and a function `command`, and add NAME to `GROUPS`."""
 
-import inspect
 import io
 import os
 import sys
@@ -20,48 +19,33 @@ from ..base.processes import rank, world
 from ..base.words import printable
 
 GROUPS = {
-    "Try": {
-        "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
-    },
-    "Rows": {
-        "extract": "Run a language model over text and store its activations.",
-        "import": "Store an array, or synthetic rows made of known features.",
-        "list": "List the stores and runs in the home folder, newest first.",
-        "rm": "Remove stores and runs with all their files.",
-    },
-    "Train": {
-        "train": "Train a sparse autoencoder from a store or a model.",
-        "finetune": "Train an SAE on through the language model that it acts in.",
-        "refit": "Solve for the decoder of an SAE that is optimal on a store's rows.",
-    },
-    "Measure": {
-        "eval": "Measure reconstruction, sparsity and the effect on the model.",
-        "sparsity": "Show how often latents fire, and which are silent or dense.",
-        "geometry": "Measure the spline: cells, power diagram, margins, k-means and local PCA.",
-        "probe": "Compare sparse probes on latents with dense probes on activations.",
-        "controls": "Train baselines for a run: random encoder or decoder, shuffled rows, random model.",
-    },
-    "Look": {
-        "read": "Show the latents that fire on a prompt, token by token.",
-        "explain": "Label latents by rules on tokens, and score the labels on held-out texts.",
-        "steer": "Generate text with SAE latents steered, next to unsteered text.",
-        "report": "Write HTML pages of latents, to be opened from disk.",
-    },
-    "Share": {
-        "export": "Write a run in another library's format.",
-        "push": "Upload a run to the Hugging Face hub, with a model card.",
-    },
+    "Try": "demo",
+    "Rows": "extract import list rm",
+    "Train": "train finetune refit",
+    "Measure": "eval sparsity geometry probe controls",
+    "Look": "read explain steer report",
+    "Share": "export push",
 }
-COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+COMMANDS = {name: group for group, names in GROUPS.items() for name in names.split()}
 TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
+def _module(name: str) -> str:
+    return "import_" if name == "import" else name
+
+
+def summary(name: str) -> str:
+    """The first line of a command's help, read from its file: the list of commands imports none of them."""
+    with Path(__file__).with_name(f"{_module(name)}.py").open(encoding="utf-8") as file:
+        return file.readline().strip().strip('"')
+
+
 def load_command(name: str) -> Any:
-    function = import_module(f".{'import_' if name == 'import' else name}", __package__).command
-    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    module = import_module(f".{_module(name)}", __package__)
+    paragraphs = (module.__doc__ or "").strip().split("\n\n")
     help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name, help=escape(help))(function)
+    app.command(name, help=escape(help))(module.command)
     command: Any = typer.main.get_command(app)
     hidden = sum(param.hidden for param in command.params)
     if hidden:
@@ -76,10 +60,8 @@ class LazyGroup(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # for the list
-        for group, commands in GROUPS.items():
-            if cmd_name in commands:
-                return TyperCommand(cmd_name, help=commands[cmd_name], rich_help_panel=group)
-        return None
+        group = COMMANDS.get(cmd_name)
+        return group and TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=group)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +15,8 @@ from ..base.console import Console
 from ..base.errors import ConfigError, one_line
 from ..base.files import demand_place, expanded, is_free, partial_path
 from ..base.home import Home
-from ..base.options import Config, Option, options_of
+from ..base.options import REQUIRED, Config, Option, arguments_of, options_of
 from ..base.words import did_you_mean, flag_of
-from ..store.origin import Site as SiteName
 
 WIDEST_METAVAR = 16  # more leave no room for the help in 80 columns
 
@@ -31,18 +30,18 @@ class Given:
 
 
 def configured(
-    *configs: type[Config],
+    *declared: type[Config] | Callable[..., Any],
     repeated: bool = False,
     more: Iterable[Option] = (),
     **tables: Mapping[str, type[Config]],
 ) -> Callable:
-    """Decorate a command with options of configurations, of tables of them by the option that selects an entry, and
-    `--config` and `--help-all`. Its parameter `options` receives those that the user set; if they can be `repeated`,
-    a tuple of `Given`."""
+    """Decorate a command with options of configurations, of the arguments of public functions, of tables of
+    configurations by the option that selects an entry, and `--config` and `--help-all`. Its parameter `options`
+    receives those that the user set, by field or argument; if they can be `repeated`, a tuple of `Given`."""
     all_options = [
-        replace(option, panel=option.panel or config.panel)
-        for config in configs
-        for option in options_of(config).values()
+        replace(option, panel=option.panel or getattr(source, "panel", Config.panel))
+        for source in declared
+        for option in _declared_by(source)
     ]
     for selector, table in tables.items():
         all_options += _merged(table, f"Options of --{selector}")
@@ -52,7 +51,7 @@ def configured(
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def command(
-            ctx: typer.Context, config: Path | None, help_all: bool, **arguments: Any
+            ctx: typer.Context, config: Path | None, help_all: bool = False, **arguments: Any
         ) -> None:
             own = {name: value for name, value in arguments.items() if name not in options}
             try:
@@ -61,13 +60,13 @@ def configured(
             except ConfigError as error:
                 raise error.within(f"with --config {config}") if config else error from None
 
-        declared = inspect.signature(function, eval_str=True).parameters.values()
+        parameters_of_command = inspect.signature(function, eval_str=True).parameters.values()
         first = [option for option in options.values() if option.panel == Config.panel]
         parameters = [
             *(_parameter(option, repeated) for option in first),
-            *(parameter for parameter in declared if parameter.name != "options"),
+            *(parameter for parameter in parameters_of_command if parameter.name != "options"),
             CONFIG,
-            HELP_ALL,
+            *([HELP_ALL] if any(option.advanced for option in options.values()) else []),
             *(_parameter(option, repeated) for option in options.values() if option not in first),
         ]
         # Typer reads the parameters of a command from its signature.
@@ -77,6 +76,11 @@ def configured(
         return command
 
     return decorate
+
+
+def _declared_by(source: Any) -> Iterable[Option]:
+    of_source = options_of(source) if isinstance(source, type) else arguments_of(source)
+    return of_source.values()
 
 
 def _merged(table: Mapping[str, type[Config]], panel: str) -> list[Option]:
@@ -121,21 +125,22 @@ def _parameter(option: Option, repeated: bool) -> Parameter:
         metavar = "<choice>"
         if any(value not in option.help for value in values):
             settings["help"] += f" One of {', '.join(values)}."
-    if default is not None:
+    if default not in (None, REQUIRED):
         words = [str(value) for value in (default if isinstance(default, tuple) else [default])]
         default = words if several else words[0]
     info = typer.Option(
         flag,
         metavar=f"{metavar}..." if several and not option.once else metavar,
         autocompletion=lambda: option.choices,
+        show_default=option.default_words or True,
         **settings,
     )
     return _keyword(option.name, list[str] if several else str, info, default)
 
 
 def _set_by_user(ctx: typer.Context, options: Mapping[str, Option]) -> dict[str, Any]:
-    given = [name for name in options if is_given(ctx, name)]
-    return {name: _typed(options[name], ctx.params[name]) for name in given}
+    given = [option for option in options.values() if is_given(ctx, option.name)]
+    return {option.argument: _typed(option, ctx.params[option.name]) for option in given}
 
 
 def _typed(option: Option, value: Any) -> Any:
@@ -279,75 +284,13 @@ Runs = Annotated[
         **_RUN,
     ),
 ]
-OwnRun = Annotated[
+FinishedRun = Annotated[
     str | None, typer.Argument(help="Compare this finished run of sae train.", **_RUN)
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Activation store, by name or folder; for a crosscoder several, in order.",
-        show_default="the one that the run was trained on, else the newest",
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="Store of a transcoder's targets.",
-        show_default="the one that the run was trained on",
-    ),
-]
-SplitName = Annotated[
-    Literal["test", "train", "all"],
-    typer.Option(help="Rows to measure on: test, held out; train, trained on; or all."),
-]
-_SPLICED = (
-    "Splice the SAE into this language model, which the store's rows came from: hub id, also "
-    "ID@REVISION, folder or GGUF file"
-)
-SplicedModel = Annotated[str | None, typer.Option(help=f"{_SPLICED}.", show_default="none")]
-SplicedModels = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"{_SPLICED}; once for each model of a crosscoder.",
-        show_default="the one that the store of a single run names",
-    ),
-]
-Tokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Tokens of the split to run --model on.",
-        show_default="16,384; less for several SAEs",
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Language model: hub id, also ID@REVISION, folder or GGUF file.",
-        show_default="the one that the run's store came from",
-    ),
 ]
 NoModel = Annotated[
     bool, typer.Option("--no-model", help="Leave out what needs the language model.")
 ]
-Layer = Annotated[
-    int | None, typer.Option(help="Read this block, from 0, if the SAE's file has none.")
-]
-Site = Annotated[
-    SiteName | None, typer.Option(help="Read this hook point, if the SAE's file has none.")
-]
-Module = Annotated[
-    str | None,
-    typer.Option(
-        metavar="<path[:in|:out]>",
-        help="Or this module of the model, if the SAE's file has no hook point.",
-    ),
-]
-Device = Annotated[
-    str, typer.Option(help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")
-]
 PATH: dict[str, Any] = {"parser": expanded, "metavar": "<path>"}
-Out = Annotated[Path, typer.Option(help="Write into this folder, new or empty.", **PATH)]
 Plot = Annotated[
     Path | None, typer.Option(help="Save a picture here (PNG, PDF or SVG by its ending).", **PATH)
 ]
@@ -371,11 +314,8 @@ class Session:
     options: Mapping[str, Any]
     given: Set[str]  # names of the options that the user set
 
-    def call(self, function: Callable[..., Any], **others: Any) -> Any:
-        """Call a public function with the command's options, as far as it has parameters of their names, and others."""
-        names = inspect.signature(function).parameters
-        options = {name: value for name, value in self.options.items() if name in names}
-        return function(**{**options, "home": self.home, "progress": self.console, **others})
+    def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        return function(**arguments, home=self.home, progress=self.console)
 
     def print_result_and_notes(self, document: dict[str, Any], *shown: Any) -> None:
         for note in document["notes"]:

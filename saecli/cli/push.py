@@ -1,12 +1,25 @@
-from typing import Annotated
+"""Upload a run to the Hugging Face hub, with a model card.
+
+The SAE is measured as by `sae eval` on its held-out rows, and a card in its folder has the figures; a repository
+without a card gets it too. Files of other formats in the folder are removed. The token is that of `hf auth login`
+or HF_TOKEN, and is not stored.
+
+Example: sae push first someone/my-saes --private
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from .options import Data, Device, Json, SplicedModel, Target, Tokens, start
+from ..derive.functions import push
+from .options import Json, configured, start
 
 
+@configured(push)
 def command(
     ctx: typer.Context,
+    options: Mapping[str, Any],
     run: Annotated[
         str,
         typer.Argument(
@@ -23,41 +36,11 @@ def command(
             "the folder, else it is RUN's name.",
         ),
     ],
-    private: Annotated[
-        bool,
-        typer.Option(
-            "--private", help="Create the repository as private; refuse an existing public one."
-        ),
-    ] = False,
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="auto|FORMAT",
-            help="native, or a format of sae export. auto: saelens if it can express the SAE, else native; "
-            "circuit-tracer for a set.",
-        ),
-    ] = "auto",
-    data: Data = None,
-    target: Target = None,
-    model: SplicedModel = None,
-    tokens: Tokens = None,
-    device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Upload a run to the Hugging Face hub, with a model card.
-
-    The SAE is measured as by `sae eval` on its held-out rows, and a card in its folder has the figures; a repository
-    without a card gets it too. Files of other formats in the folder are removed. The token is that of `hf auth login`
-    or HF_TOKEN, and is not stored.
-
-    Example: sae push first someone/my-saes --private
-    """
-    from ..derive.export import push
-
     session = start(ctx)
     names = session.home.runs.matching([run])
-    document = session.call(push, sae=names, format=form)
+    document = session.call(push, sae=names, repo=repo, **options)
     pushed = document.get("run", f"{len(names)} transcoders")
     session.console.print_result(
         document,

@@ -1,16 +1,32 @@
+"""Show the latents that fire on a prompt, token by token.
+
+Then lists the strongest latents: the largest code and its token, the number of tokens that each fires on, and how
+often it fires in the run's store. A transcoder's codes are of what it reads.
+
+Special tokens (BOS, a chat's control tokens) and a text's first token, the attention sink where there is no BOS,
+have no codes. A text over 4,096 tokens, or over the model's limit, is read in windows of that length.
+
+Example: sae read first --prompt "Once upon a time"
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..base.errors import ConfigError, one_line
-from .options import PATH, Device, Json, Layer, Model, Module, Run, Site, start
+from ..base.options import all_arguments
+from ..measure.functions import read
+from .options import PATH, Json, Run, configured, start
 
 MESSAGES = "a JSON list of messages, each with role and content"
 
 
+@configured(read)
 def command(
     ctx: typer.Context,
+    options: Mapping[str, Any],
     run: Run = None,
     prompt: Annotated[str | None, typer.Option(help="Read this text.")] = None,
     text: Annotated[
@@ -23,16 +39,6 @@ def command(
             **PATH,
         ),
     ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(help="List the latents whose largest codes on this text differ most."),
-    ] = None,
-    top: Annotated[
-        int, typer.Option(min=1, help="Latents to list for the text, and at most for each token.")
-    ] = 10,
-    latent: Annotated[
-        int | None, typer.Option(help="Show the text coloured by this latent's codes, from 0.")
-    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -40,43 +46,34 @@ def command(
             **PATH,
         ),
     ] = None,
-    model: Model = None,
-    layer: Layer = None,
-    site: Site = None,
-    module: Module = None,
-    device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Show the latents that fire on a prompt, token by token.
+    words = _given(prompt, text, chat)
+    from ..show.prompts import coloured, prompt_tables, write_prompt_page
 
-    Then lists the strongest latents: the largest code and its token, the number of tokens that each fires on, and how
-    often it fires in the run's store. A transcoder's codes are of what it reads.
+    session, arguments = start(ctx), all_arguments(read, options)
+    is_coloured = arguments["latents"] is not None
+    if html is not None and not is_coloured:
+        arguments["latents"] = "listed"
+    document = session.call(read, sae=run, text=words, **arguments)
+    if html is not None:
+        write_prompt_page(html, document)
+        session.console.note(f"wrote {html}; open it in a browser")
+    for listing in (document, document["compare"]):
+        if listing is not None:
+            listing["latents"] = listing["latents"][: arguments["top"]]
+    shown = coloured(document) if is_coloured else prompt_tables(document)
+    session.console.print_result(document, *shown)
 
-    Special tokens (BOS, a chat's control tokens) and a text's first token, the attention sink where there is no BOS,
-    have no codes. A text over 4,096 tokens, or over the model's limit, is read in windows of that length.
 
-    Example: sae read first --prompt "Once upon a time"
-    """
+def _given(prompt: str | None, text: Path | None, chat: Path | None) -> Any:
+    """The text, or the messages, that the user gave in one of three ways."""
     given = {"--prompt": prompt, "--text": text, "--chat": chat}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
         got = " and ".join(names) or "none"
         raise ConfigError(f"expected one of {', '.join(given)}, got {got}; give one")
-    from ..measure.read import read
-    from ..show.prompts import coloured, prompt_tables, write_prompt_page
-
-    session = start(ctx)
-    words = prompt if prompt is not None else _file(text, chat)
-    latents = "listed" if html is not None and latent is None else latent
-    document = session.call(read, sae=run, text=words, latents=latents)
-    if html is not None:
-        write_prompt_page(html, document)
-        session.console.note(f"wrote {html}; open it in a browser")
-    document["latents"] = document["latents"][:top]
-    if compare is not None:
-        document["compare"]["latents"] = document["compare"]["latents"][:top]
-    shown = prompt_tables(document) if latent is None else coloured(document)
-    session.console.print_result(document, *shown)
+    return prompt if prompt is not None else _file(text, chat)
 
 
 def _file(text: Path | None, chat: Path | None) -> Any:

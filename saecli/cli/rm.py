@@ -1,3 +1,10 @@
+"""Remove stores and runs with all their files.
+
+Lists them first, with sizes and the runs trained on a store.
+
+Example: sae rm first --yes
+"""
+
 import sys
 from typing import Annotated, Literal
 
@@ -18,12 +25,6 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Remove stores and runs with all their files.
-
-    Lists them first, with sizes and the runs trained on a store.
-
-    Example: sae rm first --yes
-    """
     from ..train.listing import removable, remove
 
     session = start(ctx)

@@ -1,3 +1,22 @@
+"""Train a sparse autoencoder from a store or a model.
+
+Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch
+and every 1,000 steps, metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run
+that was stopped or killed resumes with --resume.
+
+With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
+comes once, nothing but the run is written, and a stopped run begins anew.
+
+Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values, one
+after another, in one table; if one fails, the others go on.
+
+--data 'mlp-*' --each trains one SAE for each store with such a name.
+With --target 'out-*' each predicts the store of its layer: a set of transcoders, which `sae export` puts into one
+folder.
+
+Example: sae train --solver pam-sgd --act topk --k 32
+"""
+
 from __future__ import annotations
 
 import traceback
@@ -115,24 +134,6 @@ def command(
     resume: Resume = False,
     json: Json = False,
 ) -> None:
-    """Train a sparse autoencoder from a store or a model.
-
-    Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch
-    and every 1,000 steps, metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run
-    that was stopped or killed resumes with --resume.
-
-    With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
-    comes once, nothing but the run is written, and a stopped run begins anew.
-
-    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values, one
-    after another, in one table; if one fails, the others go on.
-
-    --data 'mlp-*' --each trains one SAE for each store with such a name.
-    With --target 'out-*' each predicts the store of its layer: a set of transcoders, which `sae export` puts into one
-    folder.
-
-    Example: sae train --solver pam-sgd --act topk --k 32
-    """
     if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
     from ..train.jobs import resume_job

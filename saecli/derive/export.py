@@ -6,19 +6,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..base.console import Listener, listening
+from ..base.console import Listener
 from ..base.errors import ConfigError
-from ..base.files import expanded
 from ..base.home import Home
 from ..base.words import number, unknown_choice
-from ..measure.evaluate import check_tokens, evaluate_all
-from ..measure.measured import ChosenRows, Measured, RowsLike
+from ..measure.evaluate import evaluate_all
+from ..measure.measured import Measured
 from ..model.names import BUNDLED
 from ..model.saes import notes_on_writing, open_sae
 from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
-from ..sae.hub import Address, demand_writable, upload
+from ..sae.hub import Address, upload
 from ..sae.library import SAELike
 from ..store.reader import in_words
 
@@ -75,36 +74,30 @@ def writable(saved: SavedSAE, to: str, name: str, listener: Listener) -> SavedSA
     return substitute
 
 
-def export(
-    sae: SAELike | Sequence[SAELike],
-    to: str,
-    out: str | Path,
-    *,
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """Write an SAE in another library's format; CLI equivalent: `sae export`.
+def listed(sae: SAELike | Sequence[SAELike]) -> list[SAELike]:
+    return [*sae] if isinstance(sae, Sequence) and not isinstance(sae, str) else [sae]
 
-    A topk is written as relu-topk, with a note, if the format has no other; `save_sae` refuses instead.
 
-    Args:
-        sae, home, progress: as in `evaluate`; or several transcoders, one for each layer, for circuit-tracer.
-        to: saelens, sparsify, dictionary-learning, circuit-tracer or native.
-        out: folder to write, new or empty; it appears whole or not at all.
-
-    Returns:
-        The document that `sae export --json` prints. Of several SAEs `runs` has the entries of each.
-    """
+def demand_format(option: str, to: str, count: int, *others: str) -> None:
+    """ConfigError for an unknown format, where other words are known too, or one that cannot hold `count` SAEs."""
     if to not in WRITABLE:
-        raise unknown_choice("to", to, WRITABLE)
-    home, listener, out = Home.at(home), listening(progress), expanded(out)
-    several = _listed(sae)
-    demand_takes_sets(to, len(several))
+        raise unknown_choice(option, to, [*others, *WRITABLE])
+    if count > 1 and not FORMATS[to].demand_set:
+        raise ConfigError(
+            f"{to} has one SAE in a folder, got {count}: expected circuit-tracer for a set of transcoders, one for "
+            "each layer; name one run, or --to circuit-tracer"
+        )
+
+
+def write_export(
+    home: Home, saes: Sequence[SAELike], to: str, out: Path, listener: Listener
+) -> dict[str, Any]:
+    """Write SAEs in a format; returns what `functions.export` does."""
     entries: list[dict[str, Any]] = []
 
     def written() -> Iterator[SavedSAE]:
-        for one in several:  # opened one at a time, since a set may be larger than memory
-            subject, saved = open_sae(home, one, listener)
+        for sae in saes:  # opened one at a time, since a set may be larger than memory
+            subject, saved = open_sae(home, sae, listener)
             ready = writable(_without_local(saved), to, subject.name, listener)
             entries.append(
                 {
@@ -123,65 +116,27 @@ def export(
     return document | (entries[0] if len(entries) == 1 else {"runs": entries})
 
 
-def demand_takes_sets(to: str, count: int) -> None:
-    if count > 1 and not (to in FORMATS and FORMATS[to].demand_set):
-        raise ConfigError(
-            f"{to} has one SAE in a folder, got {count}: expected circuit-tracer for a set of transcoders, one for "
-            "each layer; name one run, or --to circuit-tracer"
-        )
-
-
-def push(
-    sae: SAELike | Sequence[SAELike],
-    repo: str,
-    data: RowsLike = None,
-    *,
-    target: str | None = None,
-    private: bool = False,
-    format: str = "auto",
-    model: str | None = None,
-    tokens: int | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
+def upload_measured(
+    address: Address,
+    private: bool,
+    to: str,
+    measured_saes: Sequence[Measured],
+    model: str | None,
+    tokens: int | None,
+    listener: Listener,
 ) -> dict[str, Any]:
-    """Push an SAE to the Hugging Face hub, with the token of `hf auth login` or HF_TOKEN; CLI equivalent: `sae push`.
-
-    It is measured on held-out rows of a store, with the other arguments as in `evaluate`; returns the document that
-    `sae push --json` prints. Its folder gets a model card, and so does a repository that has none.
-
-    Args:
-        sae: an SAE, or several transcoders, one for each layer, for circuit-tracer.
-        repo: `user/repo`, created if missing, or `user/repo/folder`; the default folder has the run's name.
-        private: create the repository as private; an existing public one is refused.
-        format: auto: of one SAE saelens if that can express it exactly, else native; of several circuit-tracer.
-    """
-    several = _listed(sae)
-    if len(several) > 1 and format == "auto":
-        format = "circuit-tracer"
-    choices = ("auto", *WRITABLE)
-    if format not in choices:
-        raise unknown_choice("format", format, choices)
-    check_tokens(tokens, model)
-    demand_takes_sets(format, len(several))
-    address = _folder_address(repo, several)
-    listener = listening(progress)
-    chosen_rows = ChosenRows(Home.at(home), data, "test", device, listener, target)
-    measured_saes = [chosen_rows.with_sae(one) for one in several]
-    demand_writable(address, private)
-    if format == "auto":
-        format = _exact_format(measured_saes[0], listener)
+    """Measure SAEs as they are in a format, and upload them with a card; returns what `functions.push` does."""
     saves = [
-        writable(_without_local(each.saved), format, each.subject.name, listener)
+        writable(_without_local(each.saved), to, each.subject.name, listener)
         for each in measured_saes
     ]
     written = [replace(each, saved=saved) for each, saved in zip(measured_saes, saves, strict=True)]
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, address.folder)
-        formats.save_all(saves, format, folder)
+        formats.save_all(saves, to, folder)
         files = sorted(path.name for path in folder.iterdir())
         measures = evaluate_all(written, model, tokens, listener)
-        card = _card(address, format, measured_saes, saves, measures)
+        card = _card(address, to, measured_saes, saves, measures)
         card.save(folder / "README.md")
         card.save(Path(scratch, "README.md"))
         url = upload(Path(scratch), address, private)
@@ -189,14 +144,14 @@ def push(
         {
             "run": each.subject.name,
             "written_as": each.sae.activation.name,
-            "measures": measured,
+            "measures": of_sae,
         }
-        for each, measured in zip(written, measures, strict=True)
+        for each, of_sae in zip(written, measures, strict=True)
     ]
     return {
         "repo": address.repo,
         "folder": address.folder,
-        "format": format,
+        "format": to,
         "files": files,
         "card": f"{address.folder}/README.md",
         "url": url,
@@ -204,11 +159,7 @@ def push(
     }
 
 
-def _listed(sae: SAELike | Sequence[SAELike]) -> list[SAELike]:
-    return [*sae] if isinstance(sae, Sequence) and not isinstance(sae, str) else [sae]
-
-
-def _folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
+def folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
     address, name = Address.parse(repo), "set"
     if len(saes) == 1:
         (sae,) = saes
@@ -230,7 +181,7 @@ def _without_local(saved: SavedSAE) -> SavedSAE:
     return replace(saved, origin=saved.origin.published(), transcodes=saved.is_transcoder)
 
 
-def _exact_format(measured: Measured, listener: Listener) -> str:
+def exact_format(measured: Measured, listener: Listener) -> str:
     """Saelens if it can express the SAE exactly, else native, with a note."""
     lacking = FORMATS["saelens"].lacks(measured.saved)
     if lacking is None:

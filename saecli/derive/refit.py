@@ -1,6 +1,6 @@
 """The exact decoder of an SAE for given rows, its codes as they are; measured, and saved as a run.
 
-`refit` says what is minimised, by `train/ridge/`; of a nested SAE the squared error is the mean over its prefixes.
+`functions.refit` says what is minimised, by `train/ridge/`; of a nested SAE the error is the mean over its prefixes.
 Rows, W and T0 are in the metric of the SAE's training, raw if its file has none; b is free. T0 is the SAE's own W_dec,
 unless that was fitted to the same rows: it fits each of them better than others, which leave-one-out cannot know.
 Latents that never fire keep their old weights, on other rows times c.
@@ -15,23 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.console import Listener, listening
+from ..base.console import Listener
 from ..base.devices import batches_on, free_memory
 from ..base.errors import MachineError, RunError, TrainingError
 from ..base.files import folder_appearing_whole, is_free, write_json
 from ..base.home import RUN_MARKER, Home, checked_name, now
 from ..base.processes import ALONE
-from ..measure.evaluate import check_model, evaluate_all, note_doubts
-from ..measure.measured import ChosenRows, Measured, RowsLike
+from ..measure.evaluate import evaluate_all, note_doubts
+from ..measure.measured import Measured
 from ..sae.activations import activation_to_json
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import SavedSAE, save_native
-from ..sae.library import SAELike
 from ..sae.normalisation import Normalisation
 from ..sae.run_documents import RUN_VERSION
 from ..store.origin import Origin
-from ..store.reader import JoinedRows, Rows, RowSource
+from ..store.reader import RowSource
 from ..train.moments import Moments, sampled_bytes
 from ..train.ridge import (
     TOLERANCE,
@@ -42,7 +41,7 @@ from ..train.ridge import (
     method_for,
     optimal_decoder,
 )
-from ..train.rows import BLOCK_ROWS, ArrayLike
+from ..train.rows import BLOCK_ROWS
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
 FIGURES = ("alpha", "relative_alpha", "c", "condition")  # of the solve, in `run.json`
@@ -144,61 +143,22 @@ def _batches(sae: SAE, rows: RowSource, metric: Normalisation) -> Iterable[Batch
         yield Batch.of(metric(batch.to(sae.W_enc.dtype)), sae.d_in)
 
 
-def refit(
-    sae: SAELike = None,
-    data: RowsLike = None,
-    *,
-    target: ArrayLike | str | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> SAE:
-    """An SAE with the exact decoder for given rows, its codes as they are; no files are written.
-
-        sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
-
-    is minimised over W_dec, b_dec and c, T0 being the SAE's own W_dec (on the rows of its own training W_enc', or 0
-    for a transcoder or crosscoder), and alpha the best by leave-one-out; y are the rows x, or a transcoder's targets,
-    to which its skip, `x W_skip`, is fitted too. All is in the metric of the SAE's training, raw if that is unknown.
-
-    Args:
-        sae, target, device, home, progress: as in `evaluate`.
-        data: stores or their names in the home, whose training rows are read; otherwise as in `evaluate`.
-
-    Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
-    """
-    listener = listening(progress)
-    measured = ChosenRows(Home.at(home), data, "train", device, listener, target).with_sae(sae)
-    rows = measured.rows
-    if rows.inputs and not isinstance(data, Rows | JoinedRows):
-        rows = _training_rows(measured)
-    return refit_decoder(measured.sae, rows, listener, _is_own(measured)).sae
-
-
-def refit_run(
-    run: SAELike,
-    chosen_rows: ChosenRows,
-    *,
-    name: str | None = None,
-    model: str | Sequence[str] | None = None,
-    tokens: int | None = None,
-) -> dict[str, Any]:
-    """Refit an SAE on a store's training rows, measure both on the rows chosen of it, and save a run, by default
-    `refit-NAME`; returns the document that `sae refit --json` prints. RunError if its metric's FVU did not fall.
-
-    model, tokens: to measure the effect on a language model, as in `evaluate_all`.
-    """
-    home, listener = chosen_rows.home, chosen_rows.listener
-    before = chosen_rows.with_sae(run)
-    source = before.subject.name  # a run, a path, or an address on the hub
+def run_folder(home: Home, measured: Measured, name: str | None) -> Path:
+    """The folder of the new run; RunError if there is one of this name."""
+    source = measured.subject.name  # a run, a path, or an address on the hub
     path = Path(source if Path(source).exists() else source.partition("@")[0])
     folder = home.runs.path / checked_name(name or f"refit-{path.resolve().name or 'sae'}")
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
-    if model is not None:
-        check_model(before, model)
+    return folder
+
+
+def refit_measured(
+    before: Measured, folder: Path, model: str | None, tokens: int | None, listener: Listener
+) -> dict[str, Any]:
+    """Refit an SAE, measure both, and save a run; returns what `functions.refit_run` does."""
     created, began = now(), time.monotonic()
-    refitted = refit_decoder(before.sae, _training_rows(before), listener, _is_own(before))
+    refitted = refit_decoder(before.sae, training_rows(before), listener, is_trained_on(before))
     seconds = time.monotonic() - began
     origin = before.stores.origin.trained(before.subject.split_seed, 1.0)
     after = replace(
@@ -209,26 +169,9 @@ def refit_run(
         ),
     )
     measures = evaluate_all([before, after], model, tokens, listener)
-    old, new = (document["metric_fvu"] for document in measures)
-    metric = before.sae.normalisation.metric
-    if new > old:
-        raise RunError(
-            f"nothing is saved: expected the exact decoder for {refitted.rows:,} rows to lower FVU ({metric} "
-            f"metric) on held-out rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
-        )
+    _demand_gain(measures, before.sae.normalisation.metric, refitted.rows)
     note_doubts(measures[1:], [after], listener)
-    result = {
-        "rows_train": refitted.rows,
-        "rows_test": before.rows.rows,
-        "seconds": seconds,
-        "metric": metric,
-        "notes": _notes(refitted),
-        "final": {
-            **{f"test_{name}": measures[1][name] for name in ("fvu", "mse", "l0")},
-            "dead_fraction": refitted.dead_fraction,
-            **{name: getattr(refitted.decoder, name) for name in FIGURES},
-        },
-    }
+    result = _result(refitted, before, measures[1], seconds)
     _save(after, folder, before.subject.name, created, result)
     return {
         "run": folder.name,
@@ -242,6 +185,32 @@ def refit_run(
         **result,
         "before": measures[0],
         "after": measures[1],
+    }
+
+
+def _demand_gain(measures: Sequence[dict[str, Any]], metric: str, rows: int) -> None:
+    old, new = (document["metric_fvu"] for document in measures)
+    if new > old:
+        raise RunError(
+            f"nothing is saved: expected the exact decoder for {rows:,} rows to lower FVU ({metric} metric) on "
+            f"held-out rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
+        )
+
+
+def _result(
+    refitted: Refitted, before: Measured, measures: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    return {
+        "rows_train": refitted.rows,
+        "rows_test": before.rows.rows,
+        "seconds": seconds,
+        "metric": before.sae.normalisation.metric,
+        "notes": _notes(refitted),
+        "final": {
+            **{f"test_{name}": measures[name] for name in ("fvu", "mse", "l0")},
+            "dead_fraction": refitted.dead_fraction,
+            **{name: getattr(refitted.decoder, name) for name in FIGURES},
+        },
     }
 
 
@@ -262,12 +231,12 @@ def _save(after: Measured, folder: Path, source: str, created: str, result: dict
         write_json(temporary / RUN_MARKER, document)
 
 
-def _training_rows(measured: Measured) -> RowSource:
+def training_rows(measured: Measured) -> RowSource:
     """All of them, whatever fraction the SAE was trained on."""
     return measured.stores.split("train", seed=measured.subject.split_seed)
 
 
-def _is_own(measured: Measured) -> bool:
+def is_trained_on(measured: Measured) -> bool:
     """Whether the SAE was trained on rows of these stores."""
     in_stores = bool(measured.rows.inputs)
     return in_stores and measured.stores.hash == measured.subject.data_hash

@@ -15,28 +15,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base.console import Listener, listening
-from ..base.home import Home
-from ..base.options import demand_known, options_of
-from ..measure.measured import ChosenRows, Measured, RowsLike, held_out, spread_out
+from ..base.console import Listener
+from ..measure.measured import Measured, held_out, spread_out
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike
 from ..store.reader import Rows
-from ..store.split import Which
-from . import SAMPLE_ROWS, GeometryConfig
 from .cells import Cells, agreement, cells_of
 from .references import measure_references
 
 KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
 QUANTILES = {"min": 0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1}
+SAMPLE_ROWS = 50_000  # rows kept for the references
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
 SAMPLE_BYTES = 2**28  # of rows kept for the references, in float32, at most, 256 MiB
@@ -109,30 +104,12 @@ class Visited:
     sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
 
 
-def geometry(
-    sae: SAELike = None,
-    data: RowsLike = None,
-    *,
-    split: Which = "test",
-    home: str | Path | None = None,
-    progress: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
-    """Measure the spline that an SAE is: cells, power diagram, margins, references. CLI equivalent: `sae geometry`.
+class Limits(NamedTuple):
+    """See the arguments of `functions.geometry`."""
 
-    Args:
-        sae, data, split, home, progress: as in `evaluate`; data is a store or rows of one, since the references are
-            fitted on its training rows.
-        **options: `rows`, the most to measure; `fit_rows`, the most training rows that the references are fitted on;
-            `radius` of the local complexity, as a fraction of the rows' median distance to their mean.
-
-    Returns:
-        The document that `sae geometry --json` prints for a run. `saecli.draw("geometry", ...)` draws it.
-    """
-    demand_known("geometry", options, options_of(GeometryConfig), "geometry")
-    config, listener = GeometryConfig(**options), listening(progress)
-    run = ChosenRows(Home.at(home), data, split, "cpu", listener).with_sae(sae)
-    return measure_geometry(run, config, listener).document
+    rows: int
+    fit_rows: int
+    radius: float
 
 
 @dataclass(frozen=True)
@@ -146,15 +123,15 @@ class Geometry:
 
 
 @torch.no_grad()
-def measure_geometry(run: Measured, config: GeometryConfig, listener: Listener) -> Geometry:
+def measure_geometry(run: Measured, limits: Limits, listener: Listener) -> Geometry:
     """Measure an SAE on the CPU; ConfigError where its activation has no cells."""
     cells, split = cells_of(run.sae), run.split or "all"
     run.demand_reconstruction("the geometry")
-    visited = _visit(run, cells, config.rows, listener)
+    visited = _visit(run, cells, limits.rows, listener)
     census, sample = visited.census, visited.sample
-    train = _training_rows(run, config.fit_rows)
+    train = _training_rows(run, limits.fit_rows)
     distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
-    radius = config.radius * float(np.median(distances))
+    radius = limits.radius * float(np.median(distances))
     margins = {split: visited.margins}
     complexity = {split: local_complexity(cells, sample, radius)}
     other = {"test": "train", "train": "test"}.get(split)
@@ -172,7 +149,7 @@ def measure_geometry(run: Measured, config: GeometryConfig, listener: Listener) 
         "margin": margin_measures(visited.margins),
         "complexity": {
             "radius": radius,
-            "radius_fraction": config.radius,
+            "radius_fraction": limits.radius,
             "boundary": cells.boundary,
             "rows": len(complexity[split]),
             **describe(complexity[split]),

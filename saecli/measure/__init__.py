@@ -1,5 +1,7 @@
 """FVU, L0, KL in the model, features found, stability, probes, controls: functions that return documents.
 
+functions.py     the public functions: their arguments, which are the commands' options, and what they return
+arguments.py     arguments that several of them have
 measured.py      an SAE with the rows that it is measured on
 evaluate.py      FVU, L0, firing frequencies, known features found; several SAEs spliced into a model, alone or at once
 cosines.py       decoder vectors aligned with known features, matched one to one, nearest to each other

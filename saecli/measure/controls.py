@@ -18,14 +18,13 @@ Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..base.console import Listener, listening
+from ..base.console import Listener
 from ..base.devices import device_named
 from ..base.errors import ConfigError, RunError, TrainingError
 from ..base.home import Home
@@ -41,7 +40,7 @@ from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
 from ..train.runs import reopen_run
 from ..train.training import Record, start_training
-from .evaluate import check_model, check_tokens, evaluate_all, noted
+from .evaluate import check_model, evaluate_all, noted
 from .measured import Measured
 
 if TYPE_CHECKING:
@@ -53,65 +52,7 @@ SHUFFLED, RANDOM = "shuffled rows", "random weights"
 _Line = dict[str, Any]  # of a table, for one control
 
 
-def controls(
-    run: str | Path | None = None,
-    *,
-    model: str | None = None,
-    tokens: int | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """Train and measure the baselines of a run; CLI equivalent: `sae controls`. No files are written.
-
-    Args:
-        run: name of a finished run of `sae train`; None for the newest run.
-        model: the language model that the rows came from, as in `evaluate`, for the control with random weights, and
-            for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
-        tokens: held-out tokens that the model is run over, as in `evaluate`.
-        device, home, progress: as in `evaluate`.
-
-    Returns:
-        controls: a list, the run itself first. For each: `control`, its name, or "none"; `rows`, the number of held-out
-            rows that it is measured on; `fvu`, `l0` and `dead_fraction`; with a world of known features `mcc` and, on
-            the run's own rows, `f1`; with a model, on these, `ce_recovered` and `kl`. A measure that is not defined is
-            None.
-        notes: sentences on controls that are left out.
-
-    Cost: a training for each of up to four controls. Shuffled rows and a random model's are in memory, 4 bytes per
-    number; a control that lacks memory is left out.
-    """
-    listener = listening(progress)
-    check_tokens(tokens, model)
-    run_rows, plan = _original(Home.at(home), run, device, listener)
-    if model is not None:
-        specs = dict.fromkeys(str(rows.store.meta.origin.spec) for rows in run_rows.rows.inputs)
-        if len(specs) > 1:
-            raise ConfigError(
-                f"--model does nothing for {run_rows.subject.name}, a crosscoder of {' and '.join(specs)}: "
-                "random weights are drawn for one model; leave it out"
-            )
-        ((_, source), *_) = check_model(run_rows, model)
-        model = source.spec
-    work = _Work(run_rows, plan, listener, [])
-    lines = work.on_own_rows(model, tokens)
-    if run_rows.rows.d_target:
-        work.notes.append(
-            f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
-        )
-    else:
-        lines += work.on_other_rows(SHUFFLED, work.shuffled_rows)
-    if model is not None:
-        lines += work.on_other_rows(RANDOM, partial(work.rows_of_random_weights, model))
-    return {
-        "run": run_rows.subject.name,
-        "data": run_rows.stores.name,
-        "controls": lines,
-        "notes": work.notes,
-    }
-
-
-def _original(
+def original_of(
     home: Home, name: str | Path | None, device: str, listener: Listener
 ) -> tuple[Measured, Plan]:
     """The run's SAE with its held-out rows, on the device, and its plan."""
@@ -137,11 +78,27 @@ _Replaced = Callable[[Sequence[RowSource]], Sequence[ArrayRows]]
 
 
 @dataclass(frozen=True)
-class _Work:
+class Controls:
+    """The trainings of controls, each measured as a line of the table."""
+
     run: Measured  # the run's SAE and held-out rows
     plan: Plan  # of the run, without rows to measure after each epoch
     listener: Listener
     notes: list[str]  # sentences on controls that are left out; grows
+
+    def model_spec(self, model: str | None) -> str | None:
+        """The model that the rows came from, as it is named here, if given; ConfigError if they are of several."""
+        if model is None:
+            return None
+        rows = self.run.rows
+        specs = dict.fromkeys(str(part.store.meta.origin.spec) for part in rows.inputs)
+        if len(specs) > 1:
+            raise ConfigError(
+                f"--model does nothing for {self.run.subject.name}, a crosscoder of {' and '.join(specs)}: "
+                "random weights are drawn for one model; leave it out"
+            )
+        ((_, source), *_) = check_model(self.run, model)
+        return source.spec
 
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[_Line]:
         measured = [self.run]
@@ -162,6 +119,11 @@ class _Work:
 
     def on_other_rows(self, control: str, replaced: _Replaced) -> list[_Line]:
         """The run's training on rows in place of its own; with mcc by the directions of its own."""
+        if control == SHUFFLED and self.run.rows.d_target:
+            self.notes.append(
+                f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
+            )
+            return []
         kept_out = self.plan.kept_out
         sources = [self.plan.train_rows, self.run.rows, *([kept_out] if kept_out else [])]
         with noted(control, self.notes.append, kind=TrainingError):

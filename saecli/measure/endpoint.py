@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from threading import Event, Lock
-from typing import Annotated, Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..base.console import Listener
@@ -22,7 +22,6 @@ from ..base.documents import parse_json
 from ..base.errors import ConfigError, ModelError, one_line
 from ..base.files import to_json
 from ..base.network import is_passing, why_silent
-from ..base.options import Config, Count, Shown
 from ..base.words import counted
 
 ANSWERS = "answers.jsonl"
@@ -35,24 +34,16 @@ Ask = Callable[[Sequence[Chat]], Sequence[str]]  # returns answers
 
 
 @dataclass(frozen=True)
-class Server(Config):
-    """A server of chat completions, and how it is asked."""
+class Server:
+    """A server of chat completions, and how it is asked; see the options of `explain`."""
 
-    panel: ClassVar[str] = "A language model as judge"
-
-    endpoint: Annotated[
-        str | None,
-        Shown("Server of OpenAI's chat completions: it labels latents, and judges labels.", "URL"),
-    ] = None
-    model_name: Annotated[str | None, Shown("The server's name for the language model.")] = None
-    concurrency: Annotated[Count, Shown("Requests at once.")] = 8
-    max_tokens: Annotated[
-        Count, Shown("Tokens of an answer, at most; models that reason first need thousands.")
-    ] = 100
-    dry_run: Annotated[bool, Shown("Count requests and tokens, and send none.")] = False
+    endpoint: str | None
+    model_name: str | None
+    concurrency: int
+    max_tokens: int
+    dry_run: bool
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         is_url = False
         with suppress(ValueError):  # a port that is no number up to 65535, an open bracket
             url = urlsplit(self.endpoint or "")

@@ -3,70 +3,43 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from ..base.console import Listener, listening
+from ..base.console import Listener
 from ..base.errors import ConfigError, ModelError, SaeError, one_line
-from ..base.home import Home
 from ..base.machine import is_out_of_memory
-from ..base.words import counted, demand_at_least
-from ..model.choice import READ, ModelLike, check_rows, model_given, source_of, unlike
+from ..base.words import counted
+from ..model.choice import READ, check_rows, source_of, unlike
 from ..model.windows import stored_windows
 from ..sae.codes import Codes, SparseCodes
-from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..splice.hooked import hooked
 from ..store.joined import Joined
 from ..store.origin import HookPoint
 from ..store.reader import Rows
-from ..store.split import Which
 from ..train.plan import few_documents
-from ..train.rows import ArrayLike
 from .cosines import Alignment
 from .hook_points import hook_points_document
 from .labels import shown_labels
-from .measured import ChosenRows, Measured, RowsLike, by_rows
+from .measured import Measured, by_rows
 
 if TYPE_CHECKING:
     from ..model.source import ModelSource
     from ..splice.passes import Passes
 
 TOGETHER = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "ce_mean", "tokens")
-MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
+MAINLY, LEAST_ROWS = 0.9, 10  # see `functions.sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL, of one SAE
 LEAST_TOKENS = 4096  # of many
 FEW_ROWS = 100  # on fewer, figures change with the rows
 
 
-def sparsity(
-    sae: SAELike = None,
-    data: RowsLike = None,
-    *,
-    split: Which = "test",
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """Count how often an SAE's latents fire; CLI equivalent: `sae sparsity`. Arguments as in `evaluate`.
-
-    Returns:
-        `run`, `data`, `split`, the measures of `Firing.result`, among them `frequency`, the fraction of the rows on
-        which each latent fires, `dead_fraction`, for a crosscoder `hook_points_document`, for a mixture of texts
-        `sources`: `Firing.result` on the rows of each, and `mainly`, the latents with `MAINLY` of their firings there
-        if sources had equally many rows; without those for which equal rates give fewer than `LEAST_ROWS` firings
-        elsewhere.
-    """
-    listener = listening(progress)
-    sae_rows = ChosenRows(Home.at(home), data, split, device, listener).with_sae(sae)
-    return sparsity_document(sae_rows, firing(sae_rows.sae, sae_rows.inputs(listener)), listener)
-
-
 def sparsity_document(measured: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
+    """What `functions.sparsity` returns."""
     document = measured.heading | counts.result()
     document["dead_fraction"] = measured.subject.dead_fraction
     by_source = measured.by_source
@@ -90,75 +63,24 @@ def _firing_by_source(
     return documents
 
 
-def evaluate(
-    sae: SAELike | Sequence[SAELike] = None,
-    data: RowsLike = None,
-    *,
-    target: ArrayLike | str | None = None,
-    split: Which = "test",
-    model: ModelLike | Sequence[ModelLike] | bool | None = None,
-    tokenizer: Any = None,
-    tokens: int | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> Any:
-    """Measure SAEs on rows; CLI equivalent: `sae eval`.
-
-        fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
-
-    Args:
-        sae: an SAE, a run's name or whatever else `load_sae` takes, or a list of them; None for the newest run.
-        data: a store or its name in the home, read at `split`; or rows chosen from a store, or rows in memory (N, D),
-            which are all measured; None for the store that the run was trained on, else the newest.
-        target: the targets of a transcoder: a store's name next to another's, or for rows in memory an array (N, E);
-            None for the store that the run was trained on.
-        split: test, the rows held out; train, those trained on; or all.
-        model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
-            it; of a crosscoder of several models all of them. ID@REVISION is a branch, tag or commit on the hub, by
-            default the commit that the rows came from. Or a loaded model, or several, with their `tokenizer`. True: the
-            model that the store names, as `sae eval` of one SAE, with a note where it is not on this machine or does
-            not fit; None or False: without.
-        tokens: number of the split's tokens that the model is run over; by default 16,384, less for several SAEs.
-        device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show progress, and the choices made, on stderr.
-
-    Returns:
-        `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
-        features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `extract.passes.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
-        models only so; for a mixture of texts `sources`, the same measures on the rows of each, with a model over as
-        many tokens again. For a list of SAEs, a list.
-    """
-    check_tokens(tokens, model)
-    model = model_given(model, tokenizer)
-    listener = listening(progress)
-    chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
-    several: Sequence[Any] = sae if isinstance(sae, list | tuple) else [sae]
-    documents = compare_measured(chosen_rows.with_all(several), model, tokens, listener)
-    return documents if several is sae else documents[0]
-
-
 def compare_measured(
     measured_saes: Sequence[Measured],
     model: Any,
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """Measure SAEs with their rows, and note doubtful measures; see `evaluate`."""
+    """Measure SAEs with their rows, and note doubtful measures; see `functions.evaluate`."""
     documents = evaluate_all(measured_saes, model, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     return documents
 
 
 def check_tokens(tokens: int | None, model: Any) -> None:
-    """ConfigError for a number of tokens below 1 or without a model."""
+    """ConfigError for a number of tokens without a model."""
     if tokens is not None and not model:
         raise ConfigError(
             "--tokens does nothing without --model; leave it out, or name the language model"
         )
-    demand_at_least("tokens", tokens)
 
 
 @contextmanager
@@ -230,7 +152,7 @@ def evaluate_all(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """Measure SAEs with their rows; see `evaluate`."""
+    """Measure SAEs with their rows; see `functions.evaluate`."""
     splices: list[_Splice] = []
     if model is True and not any(map(stored_models, measured_saes)):
         check_tokens(tokens, None)

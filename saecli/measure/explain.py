@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..base.console import Listener, listening
+from ..base.console import Listener
 from ..base.errors import ConfigError
-from ..base.files import demand_place
+from ..base.files import demand_place, expanded
 from ..base.home import Home
-from ..base.options import demand_known, options_of
-from ..base.words import demand_at_least, flag_of
 from ..model.language_model import load_tokenizer
-from ..model.saes import open_sae
 from ..model.source import find_model
 from ..model.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject
@@ -24,8 +21,7 @@ from .endpoint import ANSWERS, Endpoint, Server
 from .excerpts import Corpus, LatentExcerpts, excerpts_of, gather
 from .judge import ANSWER_COUNTS, JUDGED_LABELS, JUDGED_SCORES, judge
 from .labels import LABELS, Label, Labels, add_labels, derange, others_labels, read_labels, shown
-from .latents import chosen_latents
-from .measured import ChosenRows, Measured, RowsLike
+from .measured import Measured
 from .probes import means_and_intervals
 from .rules import CorpusTokens, Rule, choose_rules, score
 
@@ -33,94 +29,63 @@ RULE_SCORES = ("texts", "tokens")
 Scores = dict[str, float | None]
 
 
-def explain(
-    sae: SAELike,
-    data: RowsLike = None,
-    *,
-    target: str | None = None,
-    latents: int | Sequence[int] | None = None,
-    count: int | None = None,
-    labels: str | Path | None = None,
-    out: str | Path | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-    **options: Any,
+def take_labels(subject: Subject, labels: Path, path: Path, d_sae: int) -> dict[str, Any]:
+    """Add other people's labels to a file; returns what `functions.explain` does."""
+    given = others_labels(labels, d_sae)
+    everything = add_labels(path, "given", given, d_sae)
+    return {
+        "run": subject.name,
+        "data": None,
+        "labels": str(path),
+        "latents": [_line(latent, None, everything) for latent in sorted(given)],
+        "scores": [],
+    }
+
+
+def label_latents(
+    run: Measured,
+    chosen: list[int] | None,
+    count: int | None,
+    path: Path,
+    server: Server,
+    listener: Listener,
 ) -> dict[str, Any]:
-    """Label latents by rules on tokens, or a language model too, and score the labels; CLI equivalent: `sae explain`.
-
-    Args:
-        sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
-        latents: those to label; by default all that fire on the rows read.
-        count: label only this number of them, drawn at random.
-        labels: take other people's labels, from this file or folder of files, see `others_labels`, and make none.
-        out: the file to add the labels to, by default `labels.json` in the SAE's folder.
-        **options: `endpoint`, the URL of a server whose `model_name` labels latents and judges labels; `concurrency`,
-            `max_tokens`, `dry_run`; see `endpoint.Server`.
-
-    Returns:
-        The run, the store, and `labels`, the file. `latents`, each with its `frequency` on the rows read, the `label`
-        that is shown, None without one, and by kind the label and `scores` in the file. `scores`, a line for the rules
-        and one for the same rules shuffled among latents: for texts and tokens the mean balanced accuracy over
-        `latents`, and its 95% interval. With an endpoint: `plan`, see `Endpoint.planned`; `judged`, a line for each
-        latent and kind of label, see `judge`; and in `judged_scores` means over latents, as in `scores`.
-    """
-    demand_known("explain", options, options_of(Server), "explain")
-    server = Server(**options)
-    demand_at_least("count", count)
-    making = {"data": data, "target": target, "latent": latents, "latents": count} | options
-    idle = [name for name, value in making.items() if value is not None]
-    if labels is not None and idle:
-        raise ConfigError(
-            f"{flag_of(idle[0])} does nothing with --labels, which makes no labels; leave one of them out"
-        )
-    listener, home = listening(progress), Home.at(home)
-    opened = open_sae(home, sae, listener)
-    subject, d_sae = opened[0], opened[1].sae.d_sae
-    chosen = None if latents is None else chosen_latents(latents, d_sae, subject.name)
-    path = _place(home, sae, subject, out)
-    read_labels(path, d_sae)  # refuses a damaged file before any work
-    if labels is not None:
-        given = others_labels(Path(labels), d_sae)
-        everything = add_labels(path, "given", given, d_sae)
-        return {
-            "run": subject.name,
-            "data": None,
-            "labels": str(path),
-            "latents": [_line(latent, None, everything) for latent in sorted(given)],
-            "scores": [],
-        }
-    run = ChosenRows(home, data, "all", device, listener, target).with_opened(*opened)
-    texts = texts_of(run)
+    """Label latents, score the labels and add them to a file; returns what `functions.explain` does."""
+    texts, d_sae = texts_of(run), run.sae.d_sae
     corpus = gather(run, chosen, count, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
+    frequencies = {latent: float(firings[latent] / rows) for latent in corpus.near}
     rules = choose_rules(CorpusTokens(corpus, texts))
     ruled = {latent: rule for latent, rule in enumerate(rules) if rule and latent in corpus.near}
     scores, floor = _scores(corpus, ruled, listener)
-    found = {}
+    labels = {}
     for latent, rule in ruled.items():
-        dense = firings[latent] > DENSE_FREQUENCY * rows
-        found[latent] = Label(f"dense: {rule.label}" if dense else rule.label, scores[latent])
-    everything = add_labels(path, "rule", found, d_sae)
+        is_dense = firings[latent] > DENSE_FREQUENCY * rows
+        name = f"dense: {rule.label}" if is_dense else rule.label
+        labels[latent] = Label(name, scores[latent])
+    everything = add_labels(path, "rule", labels, d_sae)
     by_judge = {}
     if server.endpoint is not None:
         excerpts = [excerpts_of(corpus, latent, texts) for latent in corpus.near]
-        labels_by_rule = {latent: rule.label for latent, rule in found.items()}
+        labels_by_rule = {latent: rule.label for latent, rule in labels.items()}
         endpoint = Endpoint(server, path.with_name(ANSWERS), listener)
         by_judge = _judged(endpoint, excerpts, labels_by_rule)
-        by_model = [line for line in by_judge["judged"] if line["labels"] == "model"]
-        own = {line["latent"]: Label(line["label"], line["scores"]) for line in by_model}
-        everything = add_labels(path, "model", own, d_sae)
+        everything = add_labels(path, "model", _labels_by_model(by_judge["judged"]), d_sae)
     return {
-        "run": subject.name,
+        "run": run.subject.name,
         "data": run.rows.name,
         "labels": str(path),
         "latents": [
-            _line(latent, float(firings[latent] / rows), everything) for latent in corpus.near
+            _line(latent, frequency, everything) for latent, frequency in frequencies.items()
         ],
         "scores": [_means("rule", scores), _means("rule, shuffled", floor)],
         **by_judge,
     }
+
+
+def _labels_by_model(judged: Iterable[Mapping[str, Any]]) -> dict[int, Label]:
+    by_model = (line for line in judged if line["labels"] == "model")
+    return {line["latent"]: Label(line["label"], line["scores"]) for line in by_model}
 
 
 def _scores(
@@ -158,15 +123,18 @@ def _judged(
     return {"plan": plan, "judged": judged, "judged_scores": means}
 
 
-def _place(home: Home, sae: SAELike, subject: Subject, out: str | Path | None) -> Path:
-    """The file for labels; ConfigError where it cannot be written."""
+def file_of_labels(
+    home: Home, sae: SAELike, subject: Subject, out: str | Path | None, d_sae: int
+) -> Path:
+    """The file for labels; ConfigError where it cannot be written, FormatError for a damaged one."""
     own = sae is None or str(sae) in home.runs or Path(str(sae)).expanduser().is_dir()
     if out is None and not (own and subject.folder is not None and subject.folder.is_dir()):
         raise ConfigError(
             f"--out is needed: {subject.name} has no folder of its own to hold labels"
         )
-    path = subject.path / LABELS if out is None else Path(out)
+    path = subject.path / LABELS if out is None else expanded(out)
     demand_place(path, "name another file with --out")
+    read_labels(path, d_sae)
     return path
 
 

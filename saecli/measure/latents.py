@@ -49,13 +49,17 @@ def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[
     is_whole = chosen.size and chosen.dtype.kind in "iu"
     if not is_whole or chosen.min() < 0 or chosen.max() >= d_sae:
         raise ConfigError(
-            f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {latents}"
+            f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {chosen.tolist()}"
         )
     if len(np.unique(chosen)) < len(chosen):
         raise ConfigError(
-            f"--latent must name each latent once, got {latents}; leave the second out"
+            f"--latent must name each latent once, got {chosen.tolist()}; leave the second out"
         )
     return chosen.tolist()
+
+
+def latents_given(latents: int | Sequence[int] | None, d_sae: int, name: str) -> list[int] | None:
+    return None if latents is None else chosen_latents(latents, d_sae, name)
 
 
 class ExcerptShape(NamedTuple):

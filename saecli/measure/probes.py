@@ -14,7 +14,7 @@ Shapes: N texts of a set, T tokens, D = d_in, F = d_sae, P features of a probe.
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,23 +33,15 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from ..base.console import Listener, listening
-from ..base.devices import device_named
+from ..base.console import Step
 from ..base.errors import ConfigError, ModelError
-from ..base.home import Home
-from ..base.words import demand_at_least
-from ..model.choice import ModelLike
 from ..model.language_model import LanguageModel
-from ..model.saes import open_sae
 from ..model.tokenizer import affixes, text_ids
 from ..model.windows import TextWindow, pass_tokens, stored_activations
-from ..sae.library import SAELike
-from ..splice.hooked import Hooked, hooked, model_of
-from ..store.origin import HookPoint, last_layer, place_given
+from ..splice.hooked import Hooked
+from ..store.origin import HookPoint
 from .measured import codes_of
 
-COUNTS = (1, 2, 5, 16)  # latents of a probe
-ROWS, LEAST_ROWS = 200, 20  # texts of a set
 CONTEXT = 1024  # tokens of a text, as in sae-probes
 MEASURES = ("accuracy", "auc")
 FOLDS, INNER_FOLDS = 5, 3
@@ -61,80 +53,37 @@ CATALOGUE = "probing_datasets_MASTER.csv.zst"
 BINARY = "Binary Classification"
 
 
-def probe(
-    saes: SAELike | Sequence[SAELike] = None,
-    *,
-    model: ModelLike | None = None,
-    tokenizer: Any = None,
-    layer: int | None = None,
-    site: str | None = None,
-    module: str | None = None,
-    sets: str | Sequence[str] | None = None,
-    rows: int = ROWS,
-    k: Sequence[int] = COUNTS,
-    context: int | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """Fit and measure sparse probes on SAEs' latents, and dense ones on activations; CLI equivalent: `sae probe`.
-
-    Args:
-        saes: one or several, as in `evaluate`.
-        model: hub id, also ID@REVISION, folder or GGUF file; None for the language model whose activations the SAEs
-            were trained on, at their commit. Or a loaded model, with its `tokenizer`.
-        layer, site, or module: the hook point that the SAEs read, if their files do not say.
-        sets: names of the sets of sae-probes, or patterns; as one text, separated by commas; None for all 113.
-        rows: texts per set, half of each class, at least 20.
-        k: numbers of latents of a probe.
-        context: tokens read of a text, its last ones; None for 1,024, or the model's positions.
-        device, home, progress: as in `evaluate`.
-
-    Returns:
-        model, context, rows, folds: as used.
-        runs: for each SAE `run`, `layer` and `site`.
-        probes: for each SAE and `k`, then for each hook point the dense probe, with `run` and `k` None: `accuracy` and
-            `auc`, means over sets, and the ends of their 95% intervals, `accuracy_low` to `auc_high`; for an SAE
-            `auc_difference` and its ends, the mean over sets of the AUC less the dense probe's. Ends are None for
-            a single set.
-        by_set: `accuracy` and `auc` for each set, with its name, `set`, and `rows`; for an SAE also `latents`, with the
-            largest mean difference over all rows.
-    """
-    listener = listening(progress)
-    demand_at_least("rows", rows, LEAST_ROWS)
-    demand_at_least("context", context)
-    several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
-    opened = [open_sae(Home.at(home), sae, listener) for sae in several or [None]]
-    place = place_given(layer, site, module)
-    probed = [hooked(each, *place) for each in opened]
-    _check(probed, k)
-    source = model_of(probed, model, listener, tokenizer=tokenizer)
-    labelled_sets = Sets()
-    names = labelled_sets.chosen(sets)
-    context = context or min(CONTEXT, source.positions or CONTEXT)
-    source.check_context(context)
-    points = list(dict.fromkeys(each.read for each in probed))
-    loaded = LanguageModel(source, device_named(device), last=last_layer(points))
-    last_tokens = LastTokens(loaded, points, context, probed[0].prepend_bos)
-    saes_on_device = [each.sae.copy_to(loaded.device) for each in probed]
+def probe_sets(
+    probed: Sequence[Hooked],
+    last_tokens: "LastTokens",
+    labelled_sets: "Iterable[LabelledSet]",
+    k: Sequence[int],
+) -> list[dict[str, Any]]:
+    """The scores of each set's probes: of each SAE's latents by number, and of activations at each hook point."""
+    device = last_tokens.device
+    saes_on_device = [each.sae.copy_to(device) for each in probed]
     lines: list[dict[str, Any]] = []
-    with listener.progress("probing", len(names) * rows, "texts") as show:
-        for done, name in enumerate(names):
-            show(done * rows, name)
-            labelled = labelled_sets.read(name, rows)
-            x = last_tokens(labelled.texts)
-            for each, sae in zip(probed, saes_on_device, strict=True):
-                codes = codes_of(sae, x[each.read])
-                latents = most_different(codes, labelled.labels, max(k))
-                for count in sorted(k):
-                    scores = sparse_scores(codes, labelled.labels, count)
-                    line = _line(labelled, each.name, each.read, count, scores)
-                    lines.append(line | {"latents": latents[:count]})
-            for point in points:
-                scores = dense_scores(x[point].double().numpy(), labelled.labels)
-                lines.append(_line(labelled, None, point, None, scores))
+    for labelled in labelled_sets:
+        x = last_tokens(labelled.texts)
+        for each, sae in zip(probed, saes_on_device, strict=True):
+            codes = codes_of(sae, x[each.read])
+            latents = most_different(codes, labelled.labels, max(k))
+            for count in sorted(k):
+                scores = sparse_scores(codes, labelled.labels, count)
+                line = _line(labelled, each.name, each.read, count, scores)
+                lines.append(line | {"latents": latents[:count]})
+        for point, activations in x.items():
+            scores = dense_scores(activations.double().numpy(), labelled.labels)
+            lines.append(_line(labelled, None, point, None, scores))
+    return lines
+
+
+def probes_document(
+    probed: Sequence[Hooked], model: str, context: int, rows: int, lines: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What `functions.probe` returns, given the lines of `probe_sets`."""
     return {
-        "model": source.name,
+        "model": model,
         "context": context,
         "rows": rows,
         "folds": FOLDS,
@@ -144,7 +93,8 @@ def probe(
     }
 
 
-def _check(probed: Sequence[Hooked], k: Sequence[int]) -> None:
+def demand_probed(probed: Sequence[Hooked], k: Sequence[int]) -> None:
+    """ConfigError for SAEs that cannot be probed together, or with k latents."""
     names = [each.name for each in probed]
     for name in names:
         if names.count(name) > 1:
@@ -292,6 +242,7 @@ class LastTokens:
         self._affixes = affixes(model.tokenizer, prepend_bos)
         self._room = self._affixes.room(context)
         self._batch_tokens = pass_tokens(model.device)
+        self.device = model.device
 
     def __call__(self, texts: Sequence[str]) -> dict[HookPoint, Tensor]:
         """The activations at each hook point, (N, D), float32, on the CPU."""
@@ -360,6 +311,12 @@ class Sets:
                 )
             chosen.update(matching)
         return [name for name in self.names if name in chosen]
+
+    def each(self, names: Sequence[str], rows: int, show: Step) -> Iterator[LabelledSet]:
+        """`read` of sets in turn, each shown before."""
+        for done, name in enumerate(names):
+            show(done * rows, name)
+            yield self.read(name, rows)
 
     def read(self, name: str, rows: int) -> LabelledSet:
         """A set's texts: `rows`, half of each class, always the same ones; fewer if it has fewer."""

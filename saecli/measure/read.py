@@ -10,44 +10,38 @@ Shapes: T tokens of a text, n of them with codes, D = d_in, F = d_sae.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from scipy.sparse import csc_array, csr_array, vstack
 
-from ..base.console import Listener, listening
+from ..base.console import Listener
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.words import demand_at_least, demand_text, unknown_choice
 from ..extract.chats import REPEATED, ROLES, Chats, Conversation
 from ..extract.texts import Document
 from ..extract.windows import Cutter, Window
-from ..model.choice import ModelLike
 from ..model.language_model import LanguageModel
-from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, characters
 from ..model.windows import stored_activations
-from ..sae.library import SAELike
+from ..sae.formats import SavedSAE
+from ..sae.library import Subject
 from ..sae.metrics import Firing
-from ..splice.hooked import Hooked, hooked, model_of
-from ..store.origin import last_layer, place_given
+from ..splice.hooked import Hooked
 from ..store.values import TextWindow
-from .labels import shown_labels
-from .latents import chosen_latents
+from .arguments import Messages
 from .measured import at_tokens, codes_of, own_codes
 
-Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
 CONTEXT = 4096  # most tokens of a window
-TOP = 10
 SAMPLED_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # of the store: under a second on one core
 WINDOW_BYTES = 1 << 24  # read before the first batch of the sample
 
 
 @dataclass(frozen=True)
-class _Reading:
+class Reading:
     """A text's tokens and their codes."""
 
     tokens: np.ndarray  # (T,), of `windows.TOKEN`
@@ -100,19 +94,19 @@ class _Reading:
             "codes": codes.tolist(),
         }
 
-    def difference(self, other: "_Reading", latent: int) -> dict[str, Any]:
+    def difference(self, other: "Reading", latent: int) -> dict[str, Any]:
         here, there = self.latent(latent), other.latent(latent)
         return {"difference": here["code"] - there["code"], "here": here, "there": there}
 
 
-class _Reader:
+class Reader:
     def __init__(self, sae_at: Hooked, model: LanguageModel) -> None:
         self._model, self._points, self._prepend_bos = model, sae_at.reads, sae_at.prepend_bos
         self._sae = sae_at.sae.copy_to(model.device)
         self._texts = TokenTexts(model.tokenizer)
 
     @torch.no_grad()
-    def read(self, text: str | Messages, name: str, listener: Listener) -> _Reading:
+    def read(self, text: str | Messages, name: str, listener: Listener) -> Reading:
         context = min(CONTEXT, self._model.source.positions or CONTEXT)
         control = None if isinstance(text, str) else "drop"
         cutter = Cutter(
@@ -134,7 +128,7 @@ class _Reader:
         pieces = characters(self._texts, tokens["token_id"].tolist())
         texts = [text for text, count in pieces for _ in range(count)]
         further = [place > 0 for _, count in pieces for place in range(count)]
-        return _Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]))
+        return Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]))
 
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
         """The codes of the tokens that are `read`, (T,), as (T, F)."""
@@ -157,88 +151,47 @@ def _ordered(sizes: np.ndarray, chosen: list[int] | None, top: int) -> list[int]
     return ordered[:top] if chosen is None else ordered
 
 
-def read(
-    sae: SAELike,
-    text: str | Messages,
-    model: ModelLike | None = None,
-    *,
-    tokenizer: Any = None,
-    compare: str | Messages | None = None,
-    latents: int | Sequence[int] | str | None = None,
-    top: int = TOP,
-    layer: int | None = None,
-    site: str | None = None,
-    module: str | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """The latents of an SAE that fire on a text. CLI equivalent: `sae read`.
-
-    Args:
-        sae, device, home, progress: as in `evaluate`.
-        text: a text, or the messages of a chat, each with role and content, for the tokenizer's chat template.
-        model: hub id, folder or GGUF file; by default the model that the SAE's file names. Or a loaded model, with its
-            `tokenizer`.
-        compare: another such text.
-        latents: those to describe; `listed`: all that are among the `top` of a token; by default the `top` strongest.
-        layer, site, or module: the hook point, if the SAE's file has none.
-
-    Returns:
-        The hook point. `tokens`, each with its text (a character of several tokens stands at the first), whether it is
-        special, in a chat its role, and its `top` strongest latents with codes. `latents`, the strongest first: each
-        with its largest `code`, `position` and `token` there, the number of tokens that it `fires_on`, its `codes` at
-        these `positions`, its `frequency` on `store_rows` rows of the store that the SAE was trained on, None where
-        that is not here, and its `label` in the run's `labels.json`, if any. With `compare`: its `tokens`, and
-        `latents` by `difference`, the largest code `here` less the largest `there`, in the other text.
-    """
-    demand_at_least("top", top)
-    texts = {"the text": text} | ({} if compare is None else {"--compare": compare})
-    for name, words in texts.items():
-        demand_text(name, words)
-    if isinstance(latents, str) and latents != "listed":
-        raise unknown_choice("latents", latents, ["listed"])
-    listener, home = listening(progress), Home.at(home)
-    opened = open_sae(home, sae, listener)
-    sae_at = hooked(opened, *place_given(layer, site, module), "reading a prompt by")
-    chosen = None
-    if not isinstance(latents, str | None):
-        chosen = chosen_latents(latents, sae_at.sae.d_sae, sae_at.name)
-    labels = shown_labels(opened[0].folder, sae_at.sae.d_sae)
-    source = model_of([sae_at], model, listener, tokenizer=tokenizer)
-    loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
-    reader = _Reader(sae_at, loaded)
-    readings = [reader.read(words, name, listener) for name, words in texts.items()]
-    lines = [reading.lines(top) for reading in readings]
-    if latents == "listed":
-        named = {one["latent"] for of_text in lines for line in of_text for one in line["latents"]}
-        chosen = sorted(named)
-    counts = Firing(sae_at.sae.d_sae, device=device_named(device))
+def store_frequencies(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Firing:
+    """How often latents fire on rows of the store that an SAE was trained on; no rows where that is not here."""
+    counts = Firing(opened[1].sae.d_sae, device=device_named(device))
     for codes in own_codes(home, opened, device, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES):
         counts.update(codes)
-    frequencies = counts.frequency.tolist() if counts.rows else None
+    return counts
+
+
+def reading_document(
+    sae_at: Hooked,
+    model: str,
+    readings: Sequence[Reading],
+    described: list[int] | Literal["listed"] | None,
+    top: int,
+    firing: Firing,
+    labels: Mapping[int, str],
+) -> dict[str, Any]:
+    """What `functions.read` returns, of a text and perhaps of another to compare with."""
+    lines = [reading.lines(top) for reading in readings]
+    if described == "listed":
+        listed = [of_token["latent"] for line in chain(*lines) for of_token in line["latents"]]
+        described = sorted(set(listed))
+    frequencies = firing.frequency.tolist() if firing.rows else None
 
     def known(latent: int) -> dict[str, Any]:
         frequency = None if frequencies is None else frequencies[latent]
         return {"latent": latent, "label": labels.get(latent), "frequency": frequency}
 
-    here = readings[0]
-    points = [point.to_json() for point in sae_at.reads]
-    document = {
-        "run": sae_at.name,
-        "model": source.name,
-        **({"inputs": points} if len(points) > 1 else points[0]),
-        "store_rows": counts.rows or None,
-        "tokens": lines[0],
-        "latents": [
-            known(latent) | here.latent(latent)
-            for latent in _ordered(abs(here.largest), chosen, top)
-        ],
-        "compare": None,
-    }
-    if compare is not None:
-        there = readings[1]
-        differing = _ordered(abs(here.largest - there.largest), chosen, top)
+    here, compare = readings[0], None
+    for there in readings[1:]:
+        differing = _ordered(abs(here.largest - there.largest), described, top)
         differences = [known(latent) | here.difference(there, latent) for latent in differing]
-        document["compare"] = {"tokens": lines[1], "latents": differences}
-    return document
+        compare = {"tokens": lines[1], "latents": differences}
+    strongest = _ordered(abs(here.largest), described, top)
+    points = [point.to_json() for point in sae_at.reads]
+    return {
+        "run": sae_at.name,
+        "model": model,
+        **({"inputs": points} if len(points) > 1 else points[0]),
+        "store_rows": firing.rows or None,
+        "tokens": lines[0],
+        "latents": [known(latent) | here.latent(latent) for latent in strongest],
+        "compare": compare,
+    }

@@ -13,22 +13,23 @@ Sources: Turner et al., "Steering Language Models With Activation Engineering" (
 "Scaling Monosemanticity" (2024), for clamping. Shapes: T tokens, N of them not special, S chosen latents, E = d_out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..base.console import Listener, Silent, listening
-from ..base.devices import as_usual, device_named
+from ..base.console import Listener, Silent
+from ..base.devices import as_usual
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.words import counted, demand_at_least, demand_text, unknown_choice
+from ..base.options import checked
+from ..base.words import counted
 from ..extract.chats import REPEATED
-from ..model.choice import ModelLike, model_given, source_of
 from ..model.language_model import LanguageModel
 from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, affixes, special_ids, text_ids
@@ -37,30 +38,59 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject
 from ..splice.generation import continuation
-from ..splice.hooked import Hooked, hooked, model_of
+from ..splice.hooked import Hooked, hooked
 from ..splice.spliced import Splice, splices
 from ..store.origin import place_given, point_words
-from .labels import shown_labels
+from .arguments import HomeLike, Layer, Method, Module, Site
 from .latents import chosen_latents
 from .measured import own_codes
 
-METHODS = ("add", "clamp", "ablate")
-NEW_TOKENS = 40
+if TYPE_CHECKING:
+    from ..model.source import ModelSource
+
 SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # of the store at most
 
 
-class _Change(NamedTuple):
+class OnStore(NamedTuple):
+    """The largest code of each chosen latent on rows of the store that an SAE was trained on."""
+
+    codes: list[float]
+    rows: int  # 0 without the store
+
+
+class Change(NamedTuple):
     hooked: Hooked
     method: str
     latents: list[int]
     scales: list[float]  # of each latent; empty if not given
 
+    def demand_scales(self, reason: str = "") -> None:
+        if not self.scales:
+            raise ConfigError(
+                f"--scale is needed with --method {self.method}, in units of the code{reason}"
+            )
 
-def _change(
+    def scaled_by(self, on_store: OnStore) -> "Change":
+        """The change with the largest codes on the store for scales that are not given."""
+        if self.scales:
+            return self
+        if not on_store.rows:
+            self.demand_scales(
+                f": the store that {self.hooked.name} was trained on is not here to take each latent's "
+                "largest code from"
+            )
+        for latent, code in zip(self.latents, on_store.codes, strict=True):
+            if code <= 0:
+                self.demand_scales(
+                    f": latent {latent} does not fire on {counted(on_store.rows, 'row')} of the run's "
+                    "store"
+                )
+        return self._replace(scales=on_store.codes)
+
+
+def change_of(
     hooked: Hooked, method: str, latents: int | Sequence[int], scale: float | Sequence[float] | None
-) -> _Change:
-    if method not in METHODS:
-        raise unknown_choice("method", method, METHODS)
+) -> Change:
     numbers = chosen_latents(latents, hooked.sae.d_sae, hooked.name)
     if method == "ablate":
         if scale is not None:
@@ -73,26 +103,24 @@ def _change(
         raise ConfigError(f"--scale must be finite, got {', '.join(map(str, scales))}")
     if len(scales) == 1:
         scales = scales.repeat(len(numbers))
-    return _Change(hooked, method, numbers, scales.tolist())
+    return Change(hooked, method, numbers, scales.tolist())
 
 
-def _largest_on_store(
+def largest_on_store(
     home: Home, opened: tuple[Subject, SavedSAE], device: str, latents: list[int]
-) -> tuple[list[float], int] | None:
-    """The largest code of each latent on rows of the store that an SAE was trained on, and the number of these rows;
-    None without the store."""
+) -> OnStore:
     largest = torch.full((len(latents),), -torch.inf)
     rows = 0
     for codes in own_codes(home, opened, device, SCANNED_ROWS, SCANNED_PRODUCTS):
         largest = largest.maximum(codes.dense()[:, latents].amax(0).float().cpu())
         rows += codes.shape[0]
-    return (largest.tolist(), rows) if rows else None
+    return OnStore(largest.tolist(), rows)
 
 
-def _hooked(
+def steerable(
     opened: tuple[Subject, SavedSAE],
     method: str,
-    model: str | None,
+    model: "str | ModelSource | None",
     layer: int | None,
     site: str | None,
 ) -> Hooked:
@@ -105,12 +133,13 @@ def _hooked(
             f"--method must be add with {crosscoder.name}: a crosscoder's codes need the activations at "
             f"all its hook points at once, got {method}"
         )
-    if model is not None and Path(model).is_dir():  # as stores name it
-        model = str(Path(model).resolve())
+    name = model if isinstance(model, str | None) else model.spec
+    if name is not None and Path(name).is_dir():  # as stores name it
+        name = str(Path(name).resolve())
     candidates = []
     for number, point in enumerate(crosscoder.writes):
         spec = str(crosscoder.models[point.model])
-        of_model = len(crosscoder.models) == 1 or model in (None, spec, spec.partition("@")[0])
+        of_model = len(crosscoder.models) == 1 or name in (None, spec, spec.partition("@")[0])
         if of_model and layer in (None, point.layer) and site in (None, point.site):
             candidates.append(number)
     if len(candidates) != 1:
@@ -136,19 +165,20 @@ def _hooked(
     return Hooked(crosscoder.name, part, models, (point,), (point,), crosscoder.prepend_bos)
 
 
+@checked
 @contextmanager
 def steering(
     model: nn.Module,
     sae: SAELike,
     latents: int | Sequence[int],
     *,
-    method: str = "add",
+    method: Method = "add",
     scale: float | Sequence[float] | None = None,
-    layer: int | None = None,
-    site: str | None = None,
-    module: str | None = None,
+    layer: Layer = None,
+    site: Site = None,
+    module: Module = None,
     special: Sequence[int] | None = None,
-    home: str | Path | Home | None = None,
+    home: HomeLike = None,
 ) -> Iterator[None]:
     """While open, a transformers model runs with latents of an SAE changed at every token.
 
@@ -162,16 +192,15 @@ def steering(
     """
     name = getattr(model.config, "name_or_path", None)
     opened = as_usual(open_sae)(Home.at(home), sae, Silent())
-    place = place_given(layer, site, module)
-    change = _change(as_usual(_hooked)(opened, method, name, *place), method, latents, scale)
-    if not change.scales:
-        raise ConfigError(f"--scale is needed with --method {method}, in units of the code")
+    sae_at = as_usual(steerable)(opened, method, name, *place_given(layer, site, module))
+    change = change_of(sae_at, method, latents, scale)
+    change.demand_scales()
     with _changed(model, change, special):
         yield
 
 
 @contextmanager
-def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -> Iterator[None]:
+def _changed(model: nn.Module, change: Change, special: Sequence[int] | None) -> Iterator[None]:
     def change_codes(z: Tensor) -> Tensor:
         scales = z.new_tensor(change.scales)
         added = change.method == "add"
@@ -184,95 +213,56 @@ def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -
         yield
 
 
-def steer(
-    sae: SAELike,
-    latents: int | Sequence[int],
-    prompts: str | Sequence[str],
-    *,
-    method: str = "add",
-    scale: float | Sequence[float] | None = None,
-    model: ModelLike | None = None,
-    tokenizer: Any = None,
-    layer: int | None = None,
-    site: str | None = None,
-    module: str | None = None,
-    max_new_tokens: int = NEW_TOKENS,
-    temperature: float = 0.0,
-    seed: int = 0,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
-) -> dict[str, Any]:
-    """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`,
-    and `model` may be a loaded one, with its `tokenizer`.
+class Sampling(NamedTuple):
+    max_new_tokens: int
+    temperature: float
+    seed: int
 
-    Returns:
-        The arguments as used, `scale` by default each latent's largest code on the store; `activation_norm`, the median
-        norm of the prompts' activations that are changed, None if none is; `latents`, each with its `label` in the
-        run's `labels.json`, if any, `decoder_norm`, `prompt_max` and `store_max`, its largest codes on the prompts and
-        on `store_rows` rows of the store that the SAE was trained on, None without these; and `continuations`, for each
-        `prompt` the texts that follow it, `plain` and `steered`.
-    """
-    demand_at_least("temperature", temperature, 0)
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    for prompt in prompts:
-        demand_text("--prompt", prompt)
-    listener, home = listening(progress), Home.at(home)
-    given = model_given(model, tokenizer)
-    if isinstance(given, str) and "@" in given:  # a branch or a tag, where SAEs name a commit
-        given = source_of(given, ())
-    opened = open_sae(home, sae, listener)
-    name = given if isinstance(given, str | None) else given.spec
-    sae_at = _hooked(opened, method, name, *place_given(layer, site, module))
-    change = _change(sae_at, method, latents, scale)
-    labels = shown_labels(opened[0].folder, opened[1].sae.d_sae)
-    largest, store_rows = _largest_on_store(home, opened, device, change.latents) or (None, None)
-    if not change.scales:
-        if largest is None:
-            raise ConfigError(
-                f"--scale is needed with --method {method}, in units of the code: the store that "
-                f"{sae_at.name} was trained on is not here to take each latent's largest code from"
-            )
-        for latent, code in zip(change.latents, largest, strict=True):
-            if code <= 0:
-                raise ConfigError(
-                    f"--scale is needed with --method {method}, in units of the code: latent {latent} "
-                    f"does not fire on {counted(store_rows or 0, 'row')} of the run's store"
-                )
-        change = change._replace(scales=largest)
-    source = model_of([sae_at], given, listener)
-    loaded = LanguageModel(source, device_named(device), head=True)
-    prefix = affixes(loaded.tokenizer, sae_at.prepend_bos).prefix
-    inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens, listener) for prompt in prompts]
-    special = sorted(special_ids(loaded.tokenizer, control=False))
-    read, written = _activations(loaded, inputs, special, sae_at)
-    encodes = not opened[1].sae.widths  # a part of a crosscoder cannot
-    texts = TokenTexts(loaded.tokenizer)
-    continuations = []
-    with listener.progress(f"continuing with {source.name}", len(prompts), "prompts") as show:
-        for done, (prompt, token_ids) in enumerate(zip(prompts, inputs, strict=True)):
-            show(done)
-            arguments = (loaded, token_ids, max_new_tokens, temperature, seed)
-            plain = texts.joined(continuation(*arguments))
-            with _changed(loaded.model, change, special):
-                steered = texts.joined(continuation(*arguments))
-            continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
-    return {
-        "run": sae_at.name,
-        "model": source.name,
-        **sae_at.origin.to_json(),
-        "method": method,
-        "activation_norm": float(written.norm(dim=1).quantile(0.5)) if len(written) else None,
-        "store_rows": store_rows,
-        "latents": [
-            line | {"label": labels.get(line["latent"])}
-            for line in _latent_lines(change, read if encodes else read[:0], largest)
-        ],
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed if temperature else None,
-        "continuations": continuations,
-    }
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts to continue, and the activations at their tokens that are changed."""
+
+    model: LanguageModel
+    texts: Sequence[str]
+    inputs: list[Tensor]  # (1, T) each
+    special: list[int]  # token ids whose activations stay
+    read: Tensor  # what the SAE encodes, (N, D)
+    written: Tensor  # where it acts, (N, E)
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        texts: Sequence[str],
+        sae_at: Hooked,
+        encodes: bool,
+        sampling: Sampling,
+        listener: Listener,
+    ) -> Self:
+        """Of texts; `encodes`: the SAE can, and is no part of a crosscoder."""
+        prefix = affixes(model.tokenizer, sae_at.prepend_bos).prefix
+        most = sampling.max_new_tokens
+        inputs = [_token_ids(model, prefix, text, most, listener) for text in texts]
+        special = sorted(special_ids(model.tokenizer, control=False))
+        read, written = _activations(model, inputs, special, sae_at)
+        return cls(model, texts, inputs, special, read if encodes else read[:0], written)
+
+    def continued(
+        self, change: Change, sampling: Sampling, listener: Listener
+    ) -> list[dict[str, str]]:
+        """Each prompt with the texts that follow it, plain and steered."""
+        model, texts = self.model, TokenTexts(self.model.tokenizer)
+        label = f"continuing with {model.source.name}"
+        continuations = []
+        with listener.progress(label, len(self.texts), "prompts") as show:
+            for done, (prompt, token_ids) in enumerate(zip(self.texts, self.inputs, strict=True)):
+                show(done)
+                plain = texts.joined(continuation(model, token_ids, *sampling))
+                with _changed(model.model, change, self.special):
+                    steered = texts.joined(continuation(model, token_ids, *sampling))
+                continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
+        return continuations
 
 
 def _token_ids(
@@ -309,7 +299,35 @@ def _activations(
     return at_points[0], at_points[-1]
 
 
-def _latent_lines(change: _Change, x: Tensor, on_store: list[float] | None) -> list[dict[str, Any]]:
+def steering_document(
+    prompts: Prompts,
+    change: Change,
+    on_store: OnStore,
+    sampling: Sampling,
+    labels: Mapping[int, str],
+    continuations: list[dict[str, str]],
+) -> dict[str, Any]:
+    """What `functions.steer` returns."""
+    sae_at = change.hooked
+    norms = prompts.written.norm(dim=1)
+    return {
+        "run": sae_at.name,
+        "model": prompts.model.source.name,
+        **sae_at.origin.to_json(),
+        "method": change.method,
+        "activation_norm": float(norms.quantile(0.5)) if len(norms) else None,
+        "store_rows": on_store.rows or None,
+        "latents": _latent_lines(change, prompts.read, on_store, labels),
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed if sampling.temperature else None,
+        "continuations": continuations,
+    }
+
+
+def _latent_lines(
+    change: Change, x: Tensor, on_store: OnStore, labels: Mapping[int, str]
+) -> list[dict[str, Any]]:
     """Each latent, with its largest codes on the prompts' activations, (N, D), and on the store."""
     sae = change.hooked.sae
     codes = sae.copy_to(x.device).encode(x)[:, change.latents]  # (N, S)
@@ -319,7 +337,8 @@ def _latent_lines(change: _Change, x: Tensor, on_store: list[float] | None) -> l
             "scale": change.scales[number],
             "decoder_norm": float(sae.W_dec[latent].norm()),
             "prompt_max": float(codes[:, number].max()) if len(codes) else None,
-            "store_max": None if on_store is None else on_store[number],
+            "store_max": on_store.codes[number] if on_store.rows else None,
+            "label": labels.get(latent),
         }
         for number, latent in enumerate(change.latents)
     ]

@@ -44,6 +44,11 @@ def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "Mo
     )
 
 
+def at_commit(model: Any) -> Any:
+    """A model from `model_given`, at its commit if a branch or a tag is named, where SAEs name a commit."""
+    return source_of(model, ()) if isinstance(model, str) and "@" in model else model
+
+
 def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
     """How a model is not the one of a store, or may not be; None if it is, wherever its files are."""
     from .loaded import LoadedSource, state_hash

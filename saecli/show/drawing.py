@@ -10,12 +10,13 @@ from matplotlib.figure import Figure
 from ..base.console import listening
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.options import demand_known, options_of
+from ..base.options import all_arguments, demand_known
 from ..base.words import unknown_choice
-from ..geometry import GeometryConfig
-from ..geometry.geometry import measure_geometry
+from ..geometry.functions import geometry
+from ..geometry.geometry import Limits, measure_geometry
 from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare_measured, sparsity_document
+from ..measure.functions import probe
 from ..measure.measured import ChosenRows, RowsLike
 from ..measure.stability import MATCH_THRESHOLD, demand_several, stability_of
 from ..sae.library import SAELike
@@ -55,10 +56,11 @@ def _geometry(
 ) -> list[Figure]:
     if len(saes) > 1:
         raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
-    config = GeometryConfig(**options)
+    arguments = all_arguments(geometry, options)
+    limits = Limits(arguments["rows"], arguments["fit_rows"], arguments["radius"])
     (run,) = replace(chosen, device="cpu").with_all(saes)
     marked = rows_of_slice(run.of_store, slice_)
-    return [draw_geometry(None, measure_geometry(run, config, chosen.listener), marked)]
+    return [draw_geometry(None, measure_geometry(run, limits, chosen.listener), marked)]
 
 
 def _stability(
@@ -70,8 +72,6 @@ def _stability(
 
 
 def _probes(saes: SAEs, chosen: ChosenRows, **options: Any) -> list[Figure]:
-    from ..measure.probes import probe  # imports transformers, which takes seconds
-
     device, home, listener = chosen.device, chosen.home, chosen.listener
     return [
         pictures.draw_probes(
@@ -90,7 +90,7 @@ PICTURES = {
     "loss": Picture(_losses),
     "frontier": Picture(_frontier, ["target"]),
     "sparsity": Picture(_sparsity, ["target"]),
-    "geometry": Picture(_geometry, [*options_of(GeometryConfig), "slice_"]),
+    "geometry": Picture(_geometry, ["rows", "fit_rows", "radius", "slice_"]),
     "stability": Picture(_stability, ["match_threshold"]),
     "probe": Picture(_probes, PROBED),
 }

@@ -16,7 +16,7 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from launching import captured
 
 from saecli import __version__
-from saecli.cli.main import COMMANDS, load_command, main, sentence_for
+from saecli.cli.main import COMMANDS, load_command, main, sentence_for, summary
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -58,8 +58,8 @@ def test_help_has_the_whole_docstring_after_the_summary_of_the_list(
 ):
     monkeypatch.setenv("COLUMNS", "4000")  # paragraphs stay on one line
     module = importlib.import_module(f"saecli.cli.{'import_' if name == 'import' else name}")
-    docstring = inspect.getdoc(module.command)
-    assert docstring.splitlines()[0] == COMMANDS[name]
+    docstring = inspect.getdoc(module)
+    assert docstring.splitlines()[0] == summary(name)
     page = sae(name, "--help").out
     for paragraph in docstring.split("\n\n"):
         assert " ".join(paragraph.split()) in page

@@ -11,11 +11,8 @@ from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from threadpoolctl import threadpool_limits
 
+import saecli
 from saecli.base.console import Silent, Step
-from saecli.base.home import Home
-from saecli.geometry import GeometryConfig
-from saecli.geometry.geometry import measure_geometry
-from saecli.measure.measured import ChosenRows
 from saecli.sae.activations import AbsTopK, BatchTopK, MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
@@ -181,8 +178,7 @@ class Recording(Silent):
 def test_all_long_parts_show_their_progress_up_to_a_known_end(sae: CommandLine):
     make_run(sae.home, "run", random_sae(TopK(3)))
     recording = Recording()
-    run = ChosenRows(Home.at(sae.home), None, "test", "cpu", Silent()).with_sae("run")
-    document = measure_geometry(run, GeometryConfig(), recording).document
+    document = saecli.geometry("run", home=sae.home, progress=recording)
     test, train = document["rows"], document["other_split"]["rows"]
     cells = sum(document["references"][f"{name}_cells"] for name in ("kmeans", "local_pca"))
     assert list(recording.shown) == [

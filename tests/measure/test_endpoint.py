@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_server import MODEL, ChatServer, answering
+from chat_server import MODEL, ChatServer, answering, asked
 
+import saecli
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
-from saecli.measure.endpoint import Endpoint, Server
+from saecli.measure.endpoint import Endpoint
 
 KEY = "sk-very-secret"
 CHATS = [(f"question {number}",) for number in range(12)]
@@ -37,8 +38,7 @@ def served() -> Iterator[ChatServer]:
 
 
 def endpoint(server: ChatServer, folder: Path, **settings: Any) -> Endpoint:
-    settings = {"model_name": MODEL, **settings}
-    return Endpoint(Server(server.url, **settings), folder / "answers.jsonl", Silent())
+    return Endpoint(asked(server.url, **settings), folder / "answers.jsonl", Silent())
 
 
 def test_answers_are_in_order_and_each_request_is_sent_once(served: ChatServer, tmp_path: Path):
@@ -133,7 +133,7 @@ def test_a_password_in_the_url_is_used_but_neither_printed_nor_kept(
     served: ChatServer, tmp_path: Path
 ):
     with_password = served.url.replace("://", "://me:pass-word@")
-    asker = Endpoint(Server(with_password, MODEL), tmp_path / "answers.jsonl", Silent())
+    asker = Endpoint(asked(with_password), tmp_path / "answers.jsonl", Silent())
     asker.ask(CHATS[:1])
     assert served.keys == ["Basic bWU6cGFzcy13b3Jk"]
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]  # kept, of the same server
@@ -187,7 +187,7 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
-        Server(**{"endpoint": "http://localhost", "model_name": MODEL, **settings})
+        saecli.explain("run", **{"endpoint": "http://localhost", "model_name": MODEL, **settings})
 
 
 ASK = """
@@ -195,7 +195,7 @@ import sys
 from pathlib import Path
 from saecli.base.console import Silent
 from saecli.measure.endpoint import Endpoint, Server
-server = Server(sys.argv[1], sys.argv[2], concurrency=2)
+server = Server(sys.argv[1], sys.argv[2], 2, 100, False)
 Endpoint(server, Path(sys.argv[3]), Silent()).ask([(f"question {n}",) for n in range(12)])
 """
 

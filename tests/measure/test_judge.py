@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_server import MODEL, ChatServer, answering
+from chat_server import MODEL, ChatServer, answering, asked
 from homes import CommandLine, trained_on_docs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from scipy.stats import t as student
 
 from saecli.base.console import Silent
 from saecli.base.network import why_silent
-from saecli.measure.endpoint import Endpoint, Server
+from saecli.measure.endpoint import Endpoint
 from saecli.measure.excerpts import Excerpt, LatentExcerpts
 from saecli.measure.judge import (
     JUDGED_LABELS,
@@ -230,7 +230,7 @@ def test_no_label_stays_where_it_was(labels: dict[int, str], seed: int):
 
 def test_what_is_planned_is_what_is_asked_and_a_second_time_costs_nothing(tmp_path: Path):
     with answering(reading) as served:
-        server = Server(served.url, MODEL)
+        server = asked(served.url)
         asker = Endpoint(server, tmp_path / "answers.jsonl", Silent())
         plan = asker.planned(partial(judge, of_animals(), {30: "the"}))
         judged = judge(of_animals(), {30: "the"}, asker.ask)

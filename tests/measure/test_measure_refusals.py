@@ -130,7 +130,11 @@ COMMANDS = [
     (f"steer first --latent 1 {ONE}", 2, "--latent must name each latent once, got [1, 1]"),
     ("steer first --prompt a --latent 1", 2, "--scale is needed with --method add"),
     (f"steer first {ONE} --scale 2", 2, "--scale"),
-    ("steer first --prompt a --latent 1 --scale nan", 2, "--scale must be finite, got nan"),
+    (
+        "steer first --prompt a --latent 1 --scale nan",
+        2,
+        "--scale must be a finite number, got 'nan'",
+    ),
     (f"steer first {ONE} --method ablate", 2, "--scale"),
     (f"steer first {ONE} --layer 2", 2, "--layer"),
     (f"steer first {ONE} --seed 7", 2, "--seed does nothing without --temperature"),
@@ -154,7 +158,7 @@ COMMANDS = [
     (f"steer first {ONE} --prompt '  '", 2, "--prompt must be in UTF-8 and not blank"),
     ("read first --prompt \udcff", 2, "in UTF-8"),
     ("read first --prompt a --compare ''", 2, "--compare must be in UTF-8 and not blank"),
-    ("read first --prompt a --latent 20", 2, "must be from 0 to 19, the last of first, got 20"),
+    ("read first --prompt a --latent 20", 2, "must be from 0 to 19, the last of first, got [20]"),
     ("read first --prompt a --latent -1", 2, "--latent must be from 0 to 19"),
     ("read first --prompt a --top 0", 2, "--top"),
     ("read first --text {home}/none.txt", 2, "none.txt"),
@@ -197,7 +201,11 @@ HUGE = some_rows(100) * np.float32(1e25)
 STEER: dict[str, Any] = {"sae": "first", "prompts": "a", "latents": 1}
 # The function, its arguments, and words of the sentence.
 FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (saecli.evaluate, {"sae": "seed-0", "split": "other"}, "split must be one of"),
+    (
+        saecli.evaluate,
+        {"sae": "seed-0", "split": "other"},
+        "split must be 'test', 'train' or 'all', got 'other'",
+    ),
     (saecli.geometry, {"sae": "seed-0", "data": some_rows(50)}, "data must be a store"),
     (saecli.geometry, {"sae": "seed-0", "radius": 0.0}, "radius"),
     (saecli.sparsity, {"sae": "seed-0", "data": some_rows(50, 9)}, "rows of 8 dimensions, got 9"),
@@ -212,14 +220,30 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"saes": [ANOTHER, NAN], "data": "rows"},
         "latents of sae: expected finite weights",
     ),
-    (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "match_threshold"),
-    (saecli.probe, {"saes": "first", "rows": 10}, "rows must be at least 20, got 10"),
+    (
+        saecli.stability,
+        {"saes": [ANOTHER] * 2, "data": "rows", "match_threshold": 1},
+        "match_threshold",
+    ),
+    (
+        saecli.probe,
+        {"saes": "first", "rows": 10},
+        "rows must be greater than or equal to 20, got 10",
+    ),
     (saecli.probe, {"saes": "first", "k": (0, 2)}, "k must be different numbers of at least 1"),
-    (saecli.probe, {"saes": "first", "context": 0}, "context must be at least 1, got 0"),
+    (
+        saecli.probe,
+        {"saes": "first", "context": 0},
+        "context must be greater than or equal to 1, got 0",
+    ),
     (saecli.probe, {"saes": ["first", "first"]}, "cannot probe first twice"),
     (saecli.steer, STEER | {"latents": []}, "latent must be from 0 to 19"),
     (saecli.steer, STEER | {"latents": 1.5}, "latent must be from 0 to 19"),
-    (saecli.steer, STEER | {"method": "set"}, "method must be one of add, "),
+    (
+        saecli.steer,
+        STEER | {"method": "set"},
+        "method must be 'add', 'clamp' or 'ablate', got 'set'",
+    ),
     (saecli.steer, STEER | {"site": "resid"}, "site must be one of "),
 ]
 

@@ -1,0 +1,84 @@
+"""Arguments that public functions and their commands share. Imports neither NumPy nor torch: help pages are fast."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge
+
+from ..base.console import Listener
+from ..base.home import Home
+from ..base.options import Count, Shown
+from ..store.origin import Site as SiteName
+
+if TYPE_CHECKING:
+    from ..model.choice import ModelLike
+    from ..train.rows import ArrayLike
+    from .measured import RowsLike
+
+NAMES, NUMBERS = tuple[str, ...] | None, tuple[int, ...] | None  # of options that can be repeated
+PATH: dict[str, Any] = {"metavar": "<path>"}
+_SPLICED = (
+    "Splice the SAE into this language model, which the store's rows came from: hub id, also "
+    "ID@REVISION, folder or GGUF file"
+)
+
+Data = Annotated[
+    "RowsLike",
+    Shown(
+        "Activation store, by name or folder; for a crosscoder several, in order.",
+        kind=NAMES,
+        default_words="the one that the run was trained on, else the newest",
+    ),
+]
+Target = Annotated[
+    "ArrayLike | str | None",
+    Shown(
+        "Store of a transcoder's targets.",
+        kind=str | None,
+        default_words="the one that the run was trained on",
+    ),
+]
+Split = Annotated[
+    Literal["test", "train", "all"],
+    Shown("Rows to measure on: test, held out; train, trained on; or all."),
+]
+SplicedModel = Annotated[str | None, Shown(f"{_SPLICED}.", default_words="none")]
+SplicedModels = Annotated[
+    "ModelLike | Sequence[ModelLike] | bool | None",
+    Shown(
+        f"{_SPLICED}; once for each model of a crosscoder.",
+        kind=NAMES,
+        default_words="the one that the store of a single run names",
+    ),
+]
+Tokens = Annotated[
+    Count | None,
+    Shown("Tokens of the split to run --model on.", default_words="16,384; less for several SAEs"),
+]
+_MODEL = Shown(
+    "Language model: hub id, also ID@REVISION, folder or GGUF file.",
+    kind=str | None,
+    default_words="the one that the run's store came from",
+)
+Model = Annotated["ModelLike | None", _MODEL]
+ModelOrNot = Annotated["ModelLike | bool | None", _MODEL]
+Layer = Annotated[
+    Annotated[int, Ge(0)] | None, Shown("Read this block, from 0, if the SAE's file has none.")
+]
+Site = Annotated[
+    str | None, Shown("Read this hook point, if the SAE's file has none.", kind=SiteName | None)
+]
+Module = Annotated[
+    str | None,
+    Shown("Or this module of the model, if the SAE's file has no hook point.", "<path[:in|:out]>"),
+]
+Device = Annotated[str, Shown("Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")]
+Out = Annotated[str | Path, Shown("Write into this folder, new or empty.", **PATH)]
+Method = Annotated[
+    Literal["add", "clamp", "ablate"],
+    Shown("Change the code. add: by --scale; clamp: to --scale; ablate: to 0."),
+]
+Messages = Sequence[Mapping[str, Any]]  # of a chat, each with role and content
+HomeLike = str | Path | Home | None
+Progress = bool | Listener

@@ -1,0 +1,101 @@
+"""The public function that writes pages, see `measure.functions`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
+
+from ..base.console import listening
+from ..base.errors import ConfigError
+from ..base.files import expanded
+from ..base.home import Home
+from ..base.options import Count, Shown, checked
+from ..measure.arguments import (
+    NUMBERS,
+    Data,
+    Device,
+    HomeLike,
+    ModelOrNot,
+    Out,
+    Progress,
+    Split,
+    Target,
+)
+
+if TYPE_CHECKING:
+    from ..sae.library import SAELike
+
+
+@checked
+def report(
+    sae: "SAELike",
+    out: Out,
+    data: Data = None,
+    *,
+    target: Target = None,
+    split: Split = "all",
+    latents: Annotated[
+        int | Sequence[int] | None,
+        Shown(
+            "Latent that gets its own page, from 0; repeat for several.",
+            name="latent",
+            kind=NUMBERS,
+            default_words="all",
+        ),
+    ] = None,
+    count: Annotated[
+        Count | None,
+        Shown(
+            "This number of latents get their own page, the most frequent.",
+            name="latents",
+            default_words="4,096",
+        ),
+    ] = None,
+    model: ModelOrNot = True,
+    tokenizer: Any = None,
+    examples: Annotated[
+        int, Ge(1), Le(100), Shown("Texts per latent, strongest activation first.")
+    ] = 12,
+    neuronpedia: Annotated[
+        str | None,
+        Shown(
+            "Neuronpedia's name of the SAE, such as gemma-2-2b/20-gemmascope-res-16k, to link each latent to "
+            "its page there.",
+            "MODEL/SOURCE",
+            default_words="none",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, Shown("Replace a folder that holds an index.html, such as an earlier report.")
+    ] = False,
+    device: Device = "auto",
+    home: HomeLike = None,
+    progress: Progress = False,
+) -> dict[str, Any]:
+    """Write pages to look at an SAE's latents in a browser, from disk. CLI equivalent: `sae report`.
+
+    Args:
+        sae, data, target, device, home, progress: as in `evaluate`; data are a store or rows of one.
+        out: appears whole or not at all, in place of an earlier report once that is whole.
+        split: rows that the latents are shown on.
+        model: of the rows, to show the tokens that each latent promotes. Or a loaded model, with its `tokenizer`. True:
+            the one that the store names, with a note where it is not on this machine or does not fit into memory; None
+            or False: without.
+    """
+    from ..measure.latents import latents_given
+    from ..measure.measured import ChosenRows
+    from ..measure.report import MOST_PAGES, most_frequent, report_latents
+    from ..model.choice import model_given
+    from .report import demand_sound, write_report
+
+    folder, listener = expanded(out), listening(progress)
+    demand_sound(folder, neuronpedia, overwrite)
+    if latents is not None and count is not None:
+        raise ConfigError("cannot use both --latent and --latents; leave one of them out")
+    run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
+    chosen = latents_given(latents, run.sae.d_sae, run.subject.name)
+    if chosen is None:
+        chosen = most_frequent(run, count or MOST_PAGES, listener)
+    given = model_given(model, tokenizer)
+    found = report_latents(run, sorted(chosen), given, examples, listener)
+    return write_report(found, folder, neuronpedia, overwrite, listener)
