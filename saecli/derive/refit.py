@@ -45,7 +45,7 @@ from ..train.rows import BLOCK_ROWS
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
 FIGURES = ("alpha", "relative_alpha", "c", "condition")  # of the solve, in `run.json`
-NOT_FINITE = (
+NO_DECODER = (
     "the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
     "at the SAE and at the rows for huge numbers"
 )
@@ -92,7 +92,7 @@ def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = Fal
     if own:
         W_dec[~moments.fired] = sae.W_dec[~moments.fired]
     if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
-        raise RunError(NOT_FINITE)
+        raise RunError(NO_DECODER)
     tensors = {"W_dec": W_dec, "b_dec": b_dec}
     if state.skip is not None and sae.W_skip is not None:
         tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
@@ -115,7 +115,7 @@ def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState
         factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, None)
         return optimal_decoder(moments.system, terms, factorisation)
     except TrainingError as error:  # which advises on training
-        raise RunError(NOT_FINITE) from error
+        raise RunError(NO_DECODER) from error
 
 
 def _system(sae: SAE, rows: RowSource, metric: Normalisation) -> System:

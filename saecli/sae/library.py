@@ -22,7 +22,8 @@ from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
-from .hub import Address, fetch, registered, registry_hint
+from .hub import Address, fetch
+from .registry import registered, registry_hint
 from .run_documents import read_run
 
 # An SAE, a run's name or anything that `model.saes.load_sae` takes; None for the newest run.

@@ -33,7 +33,7 @@ from ..store.origin import module_site
 from .generation import first_tokens
 from .hooked import Hooked, demand_apart, hooked
 
-KINDS = ("bos", "eos", "pad", "cls", "sep")  # of special tokens in a configuration
+SPECIAL_TOKENS = ("bos", "eos", "pad", "cls", "sep")  # as a configuration names them
 Change = Callable[[Tensor], Tensor]  # of codes, (B, T, F)
 
 
@@ -132,7 +132,7 @@ def splices(
         modules.at(part.at.written)  # which may run the model, before hooks act in it
     if special is None:
         special = []
-        for kind in KINDS:
+        for kind in SPECIAL_TOKENS:
             given = getattr(config, f"{kind}_token_id", None)
             if given is not None:
                 special += given if isinstance(given, list | tuple) else [given]

@@ -27,7 +27,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER
 from .schema import CHUNK_CHECKSUMS, SHARDS, STATISTICS, ShardRecord, StoreMeta
-from .values import CODES, DTYPES, KINDS, WINDOWS, Spread, Windows, stacked
+from .values import CODES, DTYPES, WINDOW_DTYPES, WINDOWS, Spread, Windows, stacked
 
 if TYPE_CHECKING:
     import h5py
@@ -334,7 +334,7 @@ class Chunks:
 
     def windows(self, shard: int) -> Windows:
         """The windows whose first row is in a shard, of a store that keeps them."""
-        parts = {name: self._array(shard, f"{WINDOWS}/{name}") for name in KINDS}
+        parts = {name: self._array(shard, f"{WINDOWS}/{name}") for name in WINDOW_DTYPES}
         return Windows(**parts | {"stored": parts["stored"].astype(bool)})
 
     def _within_shard(self, chunk: int) -> tuple[Shard, int, int]:

@@ -81,7 +81,7 @@ class TextWindow(NamedTuple):
 CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form
 
 WINDOWS = "windows"  # the group of a shard
-KINDS = {"offset": "<i8", "first": "<i8", "token_id": "<i4", "stored": "u1"}
+WINDOW_DTYPES = {"offset": "<i8", "first": "<i8", "token_id": "<i4", "stored": "u1"}
 
 Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of R rows, (R, G)
 
@@ -156,7 +156,8 @@ class Windows:
     def datasets(self) -> dict[str, np.ndarray]:
         """A shard's datasets of these windows, by name."""
         return {
-            f"{WINDOWS}/{name}": getattr(self, name).astype(kind) for name, kind in KINDS.items()
+            f"{WINDOWS}/{name}": getattr(self, name).astype(kind)
+            for name, kind in WINDOW_DTYPES.items()
         }
 
     def each(self) -> Iterator[TextWindow]:

@@ -21,7 +21,7 @@ from . import common, hooks
 from .common import SavedSAE
 
 CONFIG, WEIGHTS = "config.yaml", "layer_[0-9]*.safetensors"
-WANDB_CONFIG = "wan*b-config.yaml"  # next to Qwen3's transcoders; also spelt "wanb"
+CONFIGS = "*config.yaml"  # next to Qwen3's transcoders wandb-config.yaml, also spelt "wanb"
 QWEN3 = {  # in place of a config.yaml, which they lack
     "model_kind": "transcoder_set",
     "feature_input_hook": "mlp.hook_in",

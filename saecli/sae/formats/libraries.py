@@ -248,7 +248,7 @@ class LearningConfig:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateDict:
     """The state_dict of a class."""
 
     names: dict[str, str]  # as of `common.renamed`
@@ -258,29 +258,31 @@ class Layout:
     trainer: str | None = None  # that a written config names; None if it is only read
 
 
-CLASSES: dict[str, Layout] = {
-    "AutoEncoder": Layout(common.LINEAR | {"bias": "b_dec"}, True, Relu, trainer="StandardTrainer"),
-    "AutoEncoderNew": Layout(common.LINEAR | {"decoder.bias": "b_dec"}, False, Relu),
-    "AutoEncoderTopK": Layout(
+CLASSES: dict[str, StateDict] = {
+    "AutoEncoder": StateDict(
+        common.LINEAR | {"bias": "b_dec"}, True, Relu, trainer="StandardTrainer"
+    ),
+    "AutoEncoderNew": StateDict(common.LINEAR | {"decoder.bias": "b_dec"}, False, Relu),
+    "AutoEncoderTopK": StateDict(
         common.LINEAR | {"b_dec": "b_dec"}, True, ReluTopK, ("k", "threshold"), "TopKTrainer"
     ),
-    "BatchTopKSAE": Layout(
+    "BatchTopKSAE": StateDict(
         common.LINEAR | {"b_dec": "b_dec"}, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"
     ),
-    "MatryoshkaBatchTopKSAE": Layout(
+    "MatryoshkaBatchTopKSAE": StateDict(
         common.PLAIN,
         True,
         BatchTopK,
         ("k", "threshold", "group_sizes"),
         "MatryoshkaBatchTopKTrainer",
     ),
-    "GatedAutoEncoder": Layout(
+    "GatedAutoEncoder": StateDict(
         {"encoder.weight": "W_enc.T", "decoder.weight": "W_dec.T", "decoder_bias": "b_dec"}
         | {"gate_bias": "b_gate", "mag_bias": "b_enc", "r_mag": "r_mag"},
         True,
         Gated,
     ),
-    "JumpReluAutoEncoder": Layout(
+    "JumpReluAutoEncoder": StateDict(
         common.PLAIN | common.THRESHOLD, False, JumpRelu, trainer="JumpReluTrainer"
     ),
 }
@@ -324,7 +326,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
 
 
 def _extra(sae: SAE, name: str) -> Tensor:
-    """An entry of `Layout.extras`."""
+    """An entry of `StateDict.extras`."""
     if name == "k":
         return torch.tensor(sae.k, dtype=torch.int)
     if name == "group_sizes":
