@@ -45,7 +45,7 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import common
 from saecli.sae.formats.circuit_tracer import CONFIG, demand_set, in_common
 from saecli.sae.metrics import Reconstruction
-from saecli.splice.hooked import hooked
+from saecli.splice.placement import placement
 from saecli.store.joined import Joined
 from saecli.store.reader import RowSource
 
@@ -101,7 +101,7 @@ def parts_of(batch: Tensor, saes: Sequence[SAE]) -> tuple[list[Tensor], Tensor]:
 
 
 def _layer_of(run: Measured) -> int:
-    at = hooked((run.subject, run.saved), None, None)
+    at = placement((run.subject, run.saved), None, None)
     layer = at.read.layer
     if not run.saved.is_transcoder or layer is None or layer != at.written.layer:
         raise ConfigError(

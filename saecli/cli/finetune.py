@@ -67,7 +67,7 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
     settings = [Settings.of(option.values) for option in options]
     named = (data, None) if data else None
     opened = Opened.open(session.home, sae, settings[0], named, session.console)
-    stem = f"finetune-{opened.text.hooked.sae.activation.name}"
+    stem = f"finetune-{opened.text.placement.sae.activation.name}"
     created, jobs = now(), []
     names = run_names(name, [option.varied for option in options])
     for its_name, its_settings, option in zip(names, settings, options, strict=True):

@@ -17,7 +17,7 @@ from ..model.choice import READ, check_rows, source_of, unlike
 from ..model.windows import stored_windows
 from ..sae.codes import Codes, SparseCodes
 from ..sae.metrics import Firing, doubts, firing, reconstruction
-from ..splice.hooked import hooked
+from ..splice.placement import placement
 from ..store.joined import Joined
 from ..store.origin import HookPoint
 from ..store.reader import Rows
@@ -188,7 +188,7 @@ class _Splice:
         self, tokens: int, listener: Listener, source: int | None = None
     ) -> Iterable[dict[str, Any]]:
         """For each SAE, the effects on all rows, or on one source's of a mixture."""
-        from ..splice.passes import ZERO_TOKENS, effects
+        from ..splice.effects import ZERO_TOKENS, effects
 
         rows = self.saes[0].of_store
         total = rows.rows
@@ -365,15 +365,15 @@ def together(
     """Splice SAEs into a model, all at once, on tokens of the first one's rows; every store must hold the same tokens.
 
     Returns:
-        `model`, the measures of `extract.together.effects_together`, and `runs`, with the hook points and the errors of
+        `model`, the measures of `splice.effects.effects_together`, and `runs`, with the hook points and the errors of
         each.
     """
     from ..model.language_model import LanguageModel
+    from ..splice.effects import check_together, effects_together
     from ..splice.passes import Passes
-    from ..splice.together import demand_together, effects_together
 
-    acts = [hooked((each.subject, each.saved), None, None) for each in measured_saes]
-    demand_together(acts)
+    acts = [placement((each.subject, each.saved), None, None) for each in measured_saes]
+    check_together(acts)
     sources = [check_model(each, model)[0][1] for each in measured_saes]
     source = sources[0]
     stores = {own.store.path: own.store for each in measured_saes for own in each.rows.inputs}

@@ -101,7 +101,7 @@ def evaluate(
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `splice.passes.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
+        `splice.effects.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
         models only so; for a mixture of texts `sources`, the same measures on the rows of each, with a model over as
         many tokens again. For a list of SAEs, a list.
     """
@@ -163,7 +163,7 @@ def read(
     from ..base.devices import device_named
     from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
-    from ..splice.hooked import hooked, model_of
+    from ..splice.placement import model_of, placement
     from .labels import shown_labels
     from .latents import latents_given
     from .read import Reader, reading_document, store_frequencies
@@ -175,7 +175,7 @@ def read(
         raise unknown_choice("latents", latents, ["listed"])
     listener, at = listening(progress), Home.at(home)
     opened = open_sae(at, sae, listener)
-    sae_at = hooked(opened, *place_given(layer, site, module), "reading a prompt by")
+    sae_at = placement(opened, *place_given(layer, site, module), "reading a prompt by")
     described: list[int] | Literal["listed"] | None = "listed"
     if not isinstance(latents, str):
         described = latents_given(latents, sae_at.sae.d_sae, sae_at.name)
@@ -239,7 +239,7 @@ def steer(
     from ..model.choice import at_commit, model_given
     from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
-    from ..splice.hooked import model_of
+    from ..splice.placement import model_of
     from .labels import shown_labels
     from .steer import Prompts, Sampling, change_of, largest_on_store, steerable, steering_document
 
@@ -318,14 +318,14 @@ def probe(
     from ..base.devices import device_named
     from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
-    from ..splice.hooked import hooked, model_of
+    from ..splice.placement import model_of, placement
     from .probes import CONTEXT, LastTokens, Sets, demand_probed, probe_sets, probes_document
 
     listener = listening(progress)
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
     opened = [open_sae(Home.at(home), sae, listener) for sae in several or [None]]
     place = place_given(layer, site, module)
-    probed = [hooked(each, *place) for each in opened]
+    probed = [placement(each, *place) for each in opened]
     demand_probed(probed, k)
     source = model_of(probed, model, listener, tokenizer=tokenizer)
     labelled = Sets()

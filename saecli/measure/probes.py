@@ -38,7 +38,7 @@ from ..base.errors import ConfigError, ModelError
 from ..model.language_model import LanguageModel
 from ..model.tokenizer import affixes, text_ids
 from ..model.windows import TextWindow, pass_tokens, stored_activations
-from ..splice.hooked import Hooked
+from ..splice.placement import Placement
 from ..store.origin import HookPoint
 from .measured import codes_of
 
@@ -54,7 +54,7 @@ BINARY = "Binary Classification"
 
 
 def probe_sets(
-    probed: Sequence[Hooked],
+    probed: Sequence[Placement],
     last_tokens: "LastTokens",
     labelled_sets: "Iterable[LabelledSet]",
     k: Sequence[int],
@@ -79,7 +79,7 @@ def probe_sets(
 
 
 def probes_document(
-    probed: Sequence[Hooked], model: str, context: int, rows: int, lines: list[dict[str, Any]]
+    probed: Sequence[Placement], model: str, context: int, rows: int, lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """What `functions.probe` returns, given the lines of `probe_sets`."""
     return {
@@ -93,7 +93,7 @@ def probes_document(
     }
 
 
-def demand_probed(probed: Sequence[Hooked], k: Sequence[int]) -> None:
+def demand_probed(probed: Sequence[Placement], k: Sequence[int]) -> None:
     """ConfigError for SAEs that cannot be probed together, or with k latents."""
     names = [each.name for each in probed]
     for name in names:

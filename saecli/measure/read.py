@@ -30,7 +30,7 @@ from ..model.windows import stored_activations
 from ..sae.formats import SavedSAE
 from ..sae.library import Subject
 from ..sae.metrics import Firing
-from ..splice.hooked import Hooked
+from ..splice.placement import Placement
 from ..store.values import TextWindow
 from .arguments import Messages
 from .measured import at_tokens, codes_of, own_codes
@@ -100,7 +100,7 @@ class Reading:
 
 
 class Reader:
-    def __init__(self, sae_at: Hooked, model: LanguageModel) -> None:
+    def __init__(self, sae_at: Placement, model: LanguageModel) -> None:
         self._model, self._points, self._prepend_bos = model, sae_at.reads, sae_at.prepend_bos
         self._sae = sae_at.sae.copy_to(model.device)
         self._texts = TokenTexts(model.tokenizer)
@@ -160,7 +160,7 @@ def store_frequencies(home: Home, opened: tuple[Subject, SavedSAE], device: str)
 
 
 def reading_document(
-    sae_at: Hooked,
+    sae_at: Placement,
     model: str,
     readings: Sequence[Reading],
     described: list[int] | Literal["listed"] | None,

@@ -38,7 +38,7 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject
 from ..splice.generation import continuation
-from ..splice.hooked import Hooked, hooked
+from ..splice.placement import Placement, placement
 from ..splice.spliced import Splice, splices
 from ..store.origin import place_given, point_words
 from .arguments import HomeLike, Layer, Method, Module, Site
@@ -59,7 +59,7 @@ class OnStore(NamedTuple):
 
 
 class Change(NamedTuple):
-    hooked: Hooked
+    placement: Placement
     method: str
     latents: list[int]
     scales: list[float]  # of each latent; empty if not given
@@ -76,7 +76,7 @@ class Change(NamedTuple):
             return self
         if not on_store.rows:
             self.demand_scales(
-                f": the store that {self.hooked.name} was trained on is not here to take each latent's "
+                f": the store that {self.placement.name} was trained on is not here to take each latent's "
                 "largest code from"
             )
         for latent, code in zip(self.latents, on_store.codes, strict=True):
@@ -89,9 +89,12 @@ class Change(NamedTuple):
 
 
 def change_of(
-    hooked: Hooked, method: str, latents: int | Sequence[int], scale: float | Sequence[float] | None
+    placement: Placement,
+    method: str,
+    latents: int | Sequence[int],
+    scale: float | Sequence[float] | None,
 ) -> Change:
-    numbers = chosen_latents(latents, hooked.sae.d_sae, hooked.name)
+    numbers = chosen_latents(latents, placement.sae.d_sae, placement.name)
     if method == "ablate":
         if scale is not None:
             raise ConfigError("--scale does nothing with --method ablate; leave it out, or clamp")
@@ -103,7 +106,7 @@ def change_of(
         raise ConfigError(f"--scale must be finite, got {', '.join(map(str, scales))}")
     if len(scales) == 1:
         scales = scales.repeat(len(numbers))
-    return Change(hooked, method, numbers, scales.tolist())
+    return Change(placement, method, numbers, scales.tolist())
 
 
 def largest_on_store(
@@ -123,11 +126,11 @@ def steerable(
     model: "str | ModelSource | None",
     layer: int | None,
     site: str | None,
-) -> Hooked:
+) -> Placement:
     """An SAE where it acts; of a crosscoder the decoder of one of its hook points."""
     if not opened[1].sae.widths:
-        return hooked(opened, layer, site)
-    crosscoder = hooked(opened, None, None)
+        return placement(opened, layer, site)
+    crosscoder = placement(opened, None, None)
     if method != "add":
         raise ConfigError(
             f"--method must be add with {crosscoder.name}: a crosscoder's codes need the activations at "
@@ -162,7 +165,7 @@ def steerable(
         sae.activation_parameters,
     )
     models = (crosscoder.models[point.model],)
-    return Hooked(crosscoder.name, part, models, (point,), (point,), crosscoder.prepend_bos)
+    return Placement(crosscoder.name, part, models, (point,), (point,), crosscoder.prepend_bos)
 
 
 @checked
@@ -208,7 +211,7 @@ def _changed(model: nn.Module, change: Change, special: Sequence[int] | None) ->
         return z
 
     # With the error constant, the gradient of what comes before would pass through the codes alone.
-    splice = Splice(change.hooked, change_codes, error=True, constant=False)
+    splice = Splice(change.placement, change_codes, error=True, constant=False)
     with splices(model, [splice], special):
         yield
 
@@ -235,7 +238,7 @@ class Prompts:
         cls,
         model: LanguageModel,
         texts: Sequence[str],
-        sae_at: Hooked,
+        sae_at: Placement,
         encodes: bool,
         sampling: Sampling,
         listener: Listener,
@@ -285,7 +288,7 @@ def _token_ids(
 
 
 def _activations(
-    model: LanguageModel, inputs: list[Tensor], special: list[int], sae_at: Hooked
+    model: LanguageModel, inputs: list[Tensor], special: list[int], sae_at: Placement
 ) -> tuple[Tensor, Tensor]:
     """The activations that an SAE reads and writes, (N, D) and (N, E), at the prompts' tokens that are changed."""
     windows = []
@@ -308,7 +311,7 @@ def steering_document(
     continuations: list[dict[str, str]],
 ) -> dict[str, Any]:
     """What `functions.steer` returns."""
-    sae_at = change.hooked
+    sae_at = change.placement
     norms = prompts.written.norm(dim=1)
     return {
         "run": sae_at.name,
@@ -329,7 +332,7 @@ def _latent_lines(
     change: Change, x: Tensor, on_store: OnStore, labels: Mapping[int, str]
 ) -> list[dict[str, Any]]:
     """Each latent, with its largest codes on the prompts' activations, (N, D), and on the store."""
-    sae = change.hooked.sae
+    sae = change.placement.sae
     codes = sae.copy_to(x.device).encode(x)[:, change.latents]  # (N, S)
     return [
         {

@@ -7,8 +7,8 @@ copy the rest would not depend on the block's input. Where norms act on the stre
 first module after attention returns such that the output depends on the block's input by it alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -204,3 +204,15 @@ def first_tensor(given: Mapping[Any, Any]) -> Any:
     # Names in any order: generation in transformers 5.0 gives cache_position first.
     named = [name for name in ("hidden_states", "input_ids", "inputs_embeds") if name in tensors]
     return next(iter([*named, *tensors]), None)
+
+
+@contextmanager
+def calling(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """While open, modules call functions in place of their forward methods; hooks stay."""
+    for module, function in functions.items():
+        vars(module)["forward"] = function
+    try:
+        yield
+    finally:
+        for module in functions:
+            del vars(module)["forward"]

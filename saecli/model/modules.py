@@ -144,50 +144,74 @@ class Modules:
         path, side = self.at(point)
         module = self.model.get_submodule(path)
         around = self.model if point.layer is None else self.blocks[point.layer]
-        windows: list[int] = []  # B, T
-        added: list[Tensor] = []  # to the residual stream, which passes the MLP by
-
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            shape = given[first_tensor(given)].shape
-            added.clear()
-            windows[:] = shape[:2] if around is self.model else shape[-3:-1]
-
-        def undefined(got: str) -> ConfigError:
-            return ConfigError(
-                f"{self.named(point)} is no hook point: expected activations "
-                f"({', '.join(map(str, windows))}, d_in) of windows of tokens, got {got}; name another site or "
-                "module, see `sae extract --list-modules`"
-            )
-
-        def replaced(activations: Any) -> Tensor:
-            if not isinstance(activations, Tensor):
-                got = "no tensor" if activations is None else f"a {type(activations).__name__}"
-                raise undefined(got)
-            if windows and not is_of_tokens(activations, windows):
-                raise undefined(f"{name_of(activations.dtype)} {tuple(activations.shape)}")
-            rows = activations.reshape(*windows, -1)
-            new = replace(rows)
-            if new is not rows and (point.site, side) == ("resid_mid", "in"):
-                added.append(new - rows)
-            return new.reshape(activations.shape)
-
-        def on_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return with_first(output, replaced)
-
-        def on_block(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return with_first(output, lambda y: y + added.pop()) if added else output
-
+        rejoins = (point.site, side) == ("resid_mid", "in")
+        name = f"{self.name(path)}:{side}"
+        interception = _Interception(name, replace, around is self.model, rejoins)
         with ExitStack() as hooks:
-            if point.site == "resid_mid":
-                hooks.enter_context(around.register_forward_hook(on_block, prepend=True))
-            hooks.enter_context(around.register_forward_pre_hook(begin, with_kwargs=True))
+            if rejoins:
+                on_block = around.register_forward_hook(interception.on_block, prepend=True)
+                hooks.enter_context(on_block)
+            hooks.enter_context(
+                around.register_forward_pre_hook(interception.begin, with_kwargs=True)
+            )
             if side == "in":
-                on_input = on_arguments(replaced)
+                on_input = on_arguments(interception.replaced)
                 hooks.enter_context(module.register_forward_pre_hook(on_input, with_kwargs=True))
             else:
-                hooks.enter_context(module.register_forward_hook(on_output))
+                hooks.enter_context(module.register_forward_hook(interception.on_output))
             yield
+
+
+class _Interception:
+    """Replaces the activations at a hook point in the forward passes of a model. Its hooks are called in this order:
+    `begin` of the model, or of the hook point's block; `replaced` or `on_output` of its module; `on_block`.
+
+    Args:
+        name: of the hook point, in errors.
+        in_model: `begin` is of the whole model.
+        rejoins: what is replaced is read by the MLP alone; the block's output, which the residual stream reaches past
+            the MLP, is changed as much.
+    """
+
+    def __init__(
+        self, name: str, replace: Callable[[Tensor], Tensor], in_model: bool, rejoins: bool
+    ) -> None:
+        self._name, self._replace = name, replace
+        self._in_model, self._rejoins = in_model, rejoins
+        self._windows: tuple[int, ...] = ()  # B, T
+        self._change: Tensor | None = None  # of the residual stream
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        shape = given[first_tensor(given)].shape
+        self._windows = tuple(shape[:2] if self._in_model else shape[-3:-1])
+        self._change = None
+
+    def replaced(self, activations: Any) -> Tensor:
+        if not isinstance(activations, Tensor):
+            got = "no tensor" if activations is None else f"a {type(activations).__name__}"
+            raise self._undefined(got)
+        if self._windows and not is_of_tokens(activations, self._windows):
+            raise self._undefined(f"{name_of(activations.dtype)} {tuple(activations.shape)}")
+        rows = activations.reshape(*self._windows, -1)
+        new = self._replace(rows)
+        if self._rejoins and new is not rows:
+            self._change = new - rows
+        return new.reshape(activations.shape)
+
+    def on_output(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return with_first(output, self.replaced)
+
+    def on_block(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        change, self._change = self._change, None
+        return output if change is None else with_first(output, lambda y: y + change)
+
+    def _undefined(self, got: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name} is no hook point: expected activations "
+            f"({', '.join(map(str, self._windows))}, d_in) of windows of tokens, got {got}; name another site or "
+            "module, see `sae extract --list-modules`"
+        )
 
 
 def blocks_of(model: Any, layers: int, name: str) -> str:

@@ -1,31 +1,26 @@
 """Rotary embeddings that depend on the longest window of a batch, and on passes before (dynamic NTK, longrope)."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .blocks import calling
 
-@contextmanager
-def of_each_window(model: nn.Module, mask: Tensor) -> Iterator[None]:
+
+def of_each_window(model: nn.Module, mask: Tensor) -> AbstractContextManager[None]:
     """While open, each window, of the tokens where the mask is not 0, has the embedding of its own length."""
-    dependent = [
-        module
-        for module in model.modules()  # of several kinds of layers, rope_type is a mapping
-        if re.search("dynamic|longrope", str(getattr(module, "rope_type", "")))
-    ]
     lengths = mask.sum(1).tolist()
-    for module in dependent:
-        vars(module)["forward"] = partial(_embedded, module, lengths)
-    try:
-        yield
-    finally:
-        for module in dependent:
-            del vars(module)["forward"]
+    return calling(
+        {
+            module: partial(_embedded, module, lengths)
+            for module in model.modules()  # of several kinds of layers, rope_type is a mapping
+            if re.search("dynamic|longrope", str(getattr(module, "rope_type", "")))
+        }
+    )
 
 
 def _embedded(
@@ -33,7 +28,7 @@ def _embedded(
 ) -> tuple[Tensor, ...]:
     parts = []
     for row, length in enumerate(lengths):
-        own = position_ids[row % len(position_ids), None].clamp(max=length - 1)
+        positions = position_ids[row % len(position_ids), None].clamp(max=length - 1)
         fresh = type(module)(module.config).to(x.device)  # which knows no lengths of earlier passes
-        parts.append(fresh(x[:1], own, *args, **more))
+        parts.append(fresh(x[:1], positions, *args, **more))
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..base.errors import ModelError
 from .language_model import LanguageModel
 
-BLOCK_LOGITS = 1 << 24  # logits in memory: 64 MB in float32
+HELD_LOGITS = 1 << 24  # logits in memory: 64 MB in float32
 LOGIT_BINS = 40
 
 
@@ -54,11 +54,11 @@ class Unembedding:
         self, directions: Tensor, count: int, show: Callable[[int], None]
     ) -> OutputTokens:
         """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most; `show` is
-        called with the number of directions done. Cost: `2 R D V` operations, `BLOCK_LOGITS` logits held at a time."""
+        called with the number of directions done. Cost: `2 R D V` operations, `HELD_LOGITS` logits held at a time."""
         count = min(count, len(self._W_U))
         parts: list[tuple[Tensor, ...]] = []
         done = 0
-        for part in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
+        for part in directions.split(max(1, HELD_LOGITS // len(self._W_U))):
             unit = nn.functional.normalize(part.to(self._W_U.device), dim=1)
             scale = math.sqrt(unit.shape[1])
             step = (scale * unit).to(self._W_U)

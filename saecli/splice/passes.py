@@ -12,9 +12,8 @@ alone: after the last of several residual streams replaced, the model does not s
 Shapes: B windows, T tokens, n of them rows, D = d_in, E = d_out, V vocabulary.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -25,28 +24,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..base.errors import ModelError
-from ..model.blocks import Reached, with_first
+from ..model.blocks import Reached, calling, with_first
 from ..model.language_model import LanguageModel
 from ..model.tokenizer import affixes
-from ..model.windows import TextWindow, in_batches, padded, pass_tokens
-from ..sae.dictionary import SAE
+from ..model.windows import padded
 from ..store.origin import HookPoint
+from ..store.values import TextWindow
 
 PROBED = 16  # tokens on which a pass that repeats blocks is compared with a whole one
 ALIKE = 1e-4  # relative difference of one pass and another by rounding
 Hook = Callable[[HookPoint, Tensor], Tensor]
-BLOCK_LOGITS = 1 << 25  # logits computed at once: 128 MB in float32
+LOGITS_AT_ONCE = 1 << 25  # computed: 128 MB in float32
 CACHED_LOGITS = 1 << 20  # measured at once on a CPU, to stay in its cache: 4 MB in float32
-ZERO_TOKENS = 4096  # about, that the zeroed model is run over
-CLEARLY = 5  # standard errors above 0
 NO_NEXT = -1
 MASKED = 0.15  # of the rows, as BERT and ESM-2 were trained
 
 
-class Below(NamedTuple):
+class FirstBlocks(NamedTuple):
     """The first blocks of a pass, to be repeated instead of run."""
 
-    blocks: int
+    number: int
     output: Any  # what the last of them returned
 
 
@@ -61,59 +58,73 @@ class Passes:
                 f"{type(model.model).__name__}; use another model"
             )
         self.suffix = affixes(model.tokenizer).suffix  # what the tokenizer adds after a text
-        self._repeatable: dict[int, bool] = {}
-        self._one_token: Below | None = None
+        self._is_repeatable: dict[int, bool] = {}  # by number of blocks
+        self._one_token: FirstBlocks | None = None
 
     def states(
         self,
         token_ids: Tensor,
         mask: Tensor,
         hooks: Mapping[HookPoint, Hook] | None = None,
-        keep: Collection[int] = (),
-        below: Below | None = None,
-    ) -> tuple[Tensor, dict[int, Below]]:
+        repeated: FirstBlocks | None = None,
+    ) -> Tensor:
         """The head's inputs, (B, T, D), with activations at hook points replaced by `hook(point, activations)`, and
-        differentiable in what replaces them; the first blocks, for each number in `keep`, to be given as `below` to
-        other passes over the same tokens."""
-        kept: dict[int, Below] = {}
+        differentiable in what replaces them; `repeated` blocks of another pass over the same tokens do not run."""
         reached: list[Tensor] = []
-
-        def note(blocks: int, module: nn.Module, args: Any, output: Any) -> None:
-            kept[blocks] = Below(blocks, _copied(output))
 
         def reach(module: nn.Module, args: tuple[Tensor]) -> None:
             reached.append(args[0])
             raise Reached
 
         with ExitStack() as opened:
-            if below is not None:
-                opened.enter_context(_repeating(self.model.blocks, below))
-            for blocks in keep:
-                last = self.model.blocks[blocks - 1]
-                opened.enter_context(last.register_forward_hook(partial(note, blocks)))
+            if repeated is not None:
+                opened.enter_context(self._repeating(repeated))
             for point, hook in (hooks or {}).items():
                 opened.enter_context(self.model.modules.intercepted(point, partial(hook, point)))
             opened.enter_context(self._head.register_forward_pre_hook(reach))
             try:
                 self.model.forward(token_ids, mask)
             except Reached:
-                return reached[0], kept
+                return reached[0]
         raise ModelError(f"{self.model.source.name} never ran its head; use another model")
+
+    @contextmanager
+    def recording(self, counts: Collection[int]) -> Iterator[dict[int, FirstBlocks]]:
+        """While open, passes record their first blocks, for each of these numbers of them."""
+        recorded: dict[int, FirstBlocks] = {}
+
+        def record(count: int, module: nn.Module, args: Any, output: Any) -> None:
+            recorded[count] = FirstBlocks(count, _copied(output))
+
+        with ExitStack() as opened:
+            for count in counts:
+                last = self.model.blocks[count - 1]
+                opened.enter_context(last.register_forward_hook(partial(record, count)))
+            yield recorded
+
+    def _repeating(self, first: FirstBlocks) -> AbstractContextManager[None]:
+        """While open, the first blocks do nothing, and return a copy of what the last of them returned."""
+
+        def repeat(*args: Any, **kwargs: Any) -> Any:
+            return _copied(first.output)  # a model may add to it in place
+
+        return calling(dict.fromkeys([*self.model.blocks][: first.number], repeat))
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits, (n, V), of the head's inputs, (n, D), in the model's dtype; differentiable in them."""
         token_ids = torch.zeros(1, 1, dtype=torch.int64)
         mask = torch.ones_like(token_ids)
         if self._one_token is None:
-            blocks = self.model.source.layers
-            with torch.no_grad():
-                self._one_token = self.states(token_ids, mask, keep=(blocks,))[1][blocks]
+            count = self.model.source.layers
+            with torch.no_grad(), self.recording([count]) as recorded:
+                self.states(token_ids, mask)
+            self._one_token = recorded[count]
 
         def swap(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
             return (states[None],)
 
         swapped = self._head.register_forward_pre_hook(swap)
-        with swapped, _repeating(self.model.blocks, self._one_token):
+        with swapped, self._repeating(self._one_token):
             return self.model.forward(token_ids, mask).logits[0]
 
     @torch.no_grad()
@@ -121,40 +132,25 @@ class Passes:
         """The number of first blocks that a pass with activations replaced at these hook points need not run: 0 where
         later blocks read more of them than the residual stream, as in models whose layers share keys and values. Found
         by trying it on some of the tokens, (B, T)."""
-        blocks = min(_blocks_before(point) for point in points)
-        if blocks and blocks not in self._repeatable:
+        count = min(_blocks_before(point) for point in points)
+        if count and count not in self._is_repeatable:
             few = token_ids[:1, :PROBED]
-            whole, kept = self.states(few, torch.ones_like(few), keep=(blocks,))
+            mask = torch.ones_like(few)
+            with self.recording([count]) as recorded:
+                whole = self.states(few, mask)
             try:
-                repeated, _ = self.states(few, torch.ones_like(few), below=kept[blocks])
+                in_part = self.states(few, mask, repeated=recorded[count])
             except ModelError:
-                repeated = torch.full_like(whole, torch.nan)
-            worst = (repeated - whole).abs().max()
-            self._repeatable[blocks] = bool(worst <= ALIKE * whole.abs().max())
-        return blocks if self._repeatable.get(blocks) else 0
+                in_part = torch.full_like(whole, torch.nan)
+            worst = (in_part - whole).abs().max()
+            self._is_repeatable[count] = bool(worst <= ALIKE * whole.abs().max())
+        return count if self._is_repeatable.get(count) else 0
 
 
 def _blocks_before(point: HookPoint) -> int:
     """The number of first blocks that do not see a change at a hook point."""
     layer = point.layer or 0
     return layer + 1 if point.site == "resid_post" else layer
-
-
-@contextmanager
-def _repeating(blocks: nn.ModuleList, below: Below) -> Iterator[None]:
-    """While open, the first of the blocks do nothing, and return a copy of what the last of them returned."""
-    repeating = list(blocks)[: below.blocks]
-
-    def repeat(*args: Any, **kwargs: Any) -> Any:
-        return _copied(below.output)  # a model may add to it in place
-
-    for block in repeating:
-        vars(block)["forward"] = repeat
-    try:
-        yield
-    finally:
-        for block in repeating:
-            del vars(block)["forward"]
 
 
 def _copied(output: Any) -> Any:
@@ -191,16 +187,16 @@ class CleanPass:
             self._token_ids[scored] = passes.model.mask_token
         self.next_tokens = next_tokens.to(passes.model.device)
         self._replaced, self._scored = (which.to(passes.model.device) for which in (is_row, scored))
-        keep = {passes.repeatable(part, self._token_ids) for part in parts or [writes]} - {0}
+        counts = {passes.repeatable(part, self._token_ids) for part in parts or [writes]} - {0}
         self.activations: dict[HookPoint, Tensor] = {}
 
         def look(point: HookPoint, activations: Tensor) -> Tensor:
             self.activations[point] = self.replaced_rows(activations)
             return activations
 
-        with torch.no_grad():
-            hooks = dict.fromkeys((*reads, *writes), look)
-            states, self._below = passes.states(self._token_ids, self._mask, hooks, keep)
+        hooks = dict.fromkeys((*reads, *writes), look)
+        with torch.no_grad(), passes.recording(counts) as self._first_blocks:
+            states = passes.states(self._token_ids, self._mask, hooks)
         self.states = states[self._scored]
         for point in hooks:
             if point not in self.activations:
@@ -255,9 +251,9 @@ class CleanPass:
         self, writes: tuple[HookPoint, ...], replace: Callable[[HookPoint, Tensor], Tensor]
     ) -> Tensor:
         """The inputs of the head with `replace(point, activations)` at these hook points."""
-        below = self._below.get(self.passes.repeatable(writes, self._token_ids))
+        repeated = self._first_blocks.get(self.passes.repeatable(writes, self._token_ids))
         hooks = dict.fromkeys(writes, replace)
-        states, _ = self.passes.states(self._token_ids, self._mask, hooks, below=below)
+        states = self.passes.states(self._token_ids, self._mask, hooks, repeated)
         return states[self._scored]
 
     def losses(self, states: Tensor) -> Tensor:
@@ -322,11 +318,11 @@ class CleanPass:
 
     def _blocks(self) -> Iterator[slice]:
         """Rows whose logits are computed at once."""
-        yield from _slices(0, len(self.states), BLOCK_LOGITS // self.passes.model.vocabulary)
+        yield from _slices(0, len(self.states), LOGITS_AT_ONCE // self.passes.model.vocabulary)
 
     def _cached(self, block: slice, *logits: Tensor) -> Iterator[tuple[Any, ...]]:
         """Rows of a block, and their part of each of its logits, that stay in a CPU's cache."""
-        at_once = CACHED_LOGITS if logits[0].device.type == "cpu" else BLOCK_LOGITS
+        at_once = CACHED_LOGITS if logits[0].device.type == "cpu" else LOGITS_AT_ONCE
         for rows in _slices(block.start, block.stop, at_once // logits[0].shape[1]):
             own = slice(rows.start - block.start, rows.stop - block.start)
             yield rows, *(each[own] for each in logits)
@@ -348,130 +344,3 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
     size = max(1, size)
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
-
-
-def _ratio(total: Tensor, count: int) -> float:
-    return float(total) / count if count else math.nan
-
-
-@torch.no_grad()
-def effects(
-    models: Sequence[Passes],
-    windows: Iterable[TextWindow],
-    reads: tuple[HookPoint, ...],
-    parts: Sequence[tuple[HookPoint, ...]],
-    saes: Sequence[SAE],
-    show: Callable[[int], None],
-    zeroed: float = 1.0,
-) -> list[list[dict[str, Any]]]:
-    """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
-
-    Args:
-        models: the passes of each model, with one tokenizer; a hook point's `model` is a number among them.
-        reads: the hook points whose activations are encoded.
-        parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
-        show: called after each batch with the number of tokens done.
-        zeroed: fraction of the tokens, about, that the zeroed model is run over.
-
-    Returns:
-        For each SAE and each part: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's
-        mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
-        written (ce_clean and the mean rise on the tokens where it was measured); ce_recovered,
-        `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, or None where that rise is not `CLEARLY` above 0; kl, the mean
-        KL(clean || spliced) in nats. Of a model that predicts masked tokens all are of these, see `hidden_tokens`.
-
-    Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
-    the same on a fraction of the tokens.
-    """
-    sums = _Sums(models, reads, parts, saes, zeroed)
-    for batch in in_batches(windows, pass_tokens(models[0].model.device)):
-        sums.add(batch)
-        show(sums.tokens)
-    return [[sums.measures(part, sae) for part in range(len(parts))] for sae in range(len(saes))]
-
-
-class _Sums:
-    """What `effects`, whose arguments these are, sums over batches of windows."""
-
-    def __init__(
-        self,
-        models: Sequence[Passes],
-        reads: tuple[HookPoint, ...],
-        parts: Sequence[tuple[HookPoint, ...]],
-        saes: Sequence[SAE],
-        zeroed: float,
-    ) -> None:
-        self.models, self.reads, self.parts, self.saes = models, reads, parts, saes
-        self.zeroed = zeroed
-        self.writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
-        self.clean = torch.zeros(len(models), dtype=torch.float64)  # cross-entropy
-        # Cross-entropy and KL of the spliced models, (2, parts, SAEs).
-        self.spliced = torch.zeros(2, len(parts), len(saes), dtype=torch.float64)
-        # The rise of a token's loss by zeros, and its square, (2, parts).
-        self.rises = torch.zeros(2, len(parts), dtype=torch.float64)
-        self.tokens = self.tokens_zeroed = 0  # rows, and those that the zeroed model was run over
-        self.predictions = self.predictions_zeroed = 0  # of these, tokens with a next one
-        self.counted = 0  # all rows, or those that are masked
-
-    def add(self, windows: Sequence[TextWindow]) -> None:
-        """Run a batch through the models as they are, spliced, and, for some batches, zeroed."""
-        clean_passes: list[CleanPass] = []
-        activations: dict[HookPoint, Tensor] = {}
-        for model, passes in enumerate(self.models):
-            points = tuple(point for point in self.reads if point.model == model)
-            parts = [part for part in self.parts if part[0].model == model]
-            clean = CleanPass(passes, windows, points, points, parts)
-            clean_passes.append(clean)
-            activations |= clean.activations
-        x = torch.cat([activations[point] for point in self.reads], 1)
-        predicted: list[dict[HookPoint, Tensor]] = []
-        for sae in self.saes:
-            y_hat = sae(x.to(sae.W_enc))
-            columns = zip(self.writes, sae.hook_columns, strict=True)
-            predicted.append({point: y_hat[:, place] for point, place in columns})
-        zero_too = self.tokens_zeroed <= self.zeroed * self.tokens
-        for model, clean in enumerate(clean_passes):
-            self._add_pass(model, clean, predicted, zero_too)
-        predictions = int((clean_passes[0].next_tokens != NO_NEXT).sum())
-        self.tokens += len(x)
-        self.predictions += predictions
-        self.counted += len(clean_passes[0].states)
-        if zero_too:
-            self.tokens_zeroed += len(x)
-            self.predictions_zeroed += predictions
-
-    def _add_pass(
-        self, model: int, clean: CleanPass, predicted: list[dict[HookPoint, Tensor]], zero_too: bool
-    ) -> None:
-        """Add the losses of a model: clean, with each SAE's predictions in each of its parts, and with zeros there."""
-        own_parts = [index for index, part in enumerate(self.parts) if part[0].model == model]
-        spliced = [
-            clean.filled({point: y_hat[point] for point in self.parts[index]})
-            for index in own_parts
-            for y_hat in predicted
-        ]
-        losses, *sums = clean.compared(spliced)
-        self.clean[model] += losses.sum(dtype=torch.float64).cpu()
-        shape = 2, len(own_parts), len(self.saes)
-        self.spliced[:, own_parts] += torch.stack(sums).view(shape).cpu()
-        if zero_too:
-            for index in own_parts:
-                rise = (clean.losses(clean.zeroed(self.parts[index])) - losses).double()
-                self.rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
-
-    def measures(self, part: int, sae: int) -> dict[str, Any]:
-        """The measures of a part and an SAE, by their numbers; see `effects`."""
-        ce_clean = _ratio(self.clean[self.parts[part][0].model], self.predictions)
-        ce, kl = self.spliced[:, part, sae]
-        ce_spliced = _ratio(ce, self.predictions)
-        rise, square = (_ratio(total, self.predictions_zeroed) for total in self.rises[:, part])
-        error = math.sqrt(max(0.0, square - rise**2) / max(1, self.predictions_zeroed))
-        recovered = 1 - (ce_spliced - ce_clean) / rise if rise > CLEARLY * error else None
-        return {
-            "ce_clean": ce_clean,
-            "ce_spliced": ce_spliced,
-            "ce_zero": ce_clean + rise,
-            "ce_recovered": recovered,
-            "kl": _ratio(kl, self.counted),
-            "tokens": self.counted,
-        }

@@ -31,7 +31,7 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..store.origin import module_site
 from .generation import first_tokens
-from .hooked import Hooked, demand_apart, hooked
+from .placement import Placement, check_distinct, placement
 
 SPECIAL_TOKENS = ("bos", "eos", "pad", "cls", "sep")  # as a configuration names them
 Change = Callable[[Tensor], Tensor]  # of codes, (B, T, F)
@@ -47,7 +47,7 @@ class Splice:
     """
 
     def __init__(
-        self, at: Hooked, change: Change | None, error: bool = True, constant: bool = True
+        self, at: Placement, change: Change | None, error: bool = True, constant: bool = True
     ) -> None:
         self.at, self.change, self.error, self.constant = at, change, error, constant
         self.sae = at.sae
@@ -241,9 +241,9 @@ def spliced(
         )
     if unfit := [each for each in changes.values() if not callable(each)]:
         raise ConfigError(f"change must be a function of codes, got {unfit[0]!r}; give one")
-    hooked_at = as_usual(_hooked_at)
-    acts = {key: hooked_at(Home.at(home), each, key) for key, each in keyed.items()}
-    demand_apart(acts.values())
+    placement_of = as_usual(_placement_of)
+    acts = {key: placement_of(Home.at(home), each, key) for key, each in keyed.items()}
+    check_distinct(acts.values())
     parts = {key: Splice(at, changes.get(key), error) for key, at in acts.items()}
     with splices(model, [*parts.values()], everywhere=everywhere):
         yield SplicedCodes(parts)
@@ -260,7 +260,7 @@ def _keyed(sae: SAELike | Sequence[SAELike] | Mapping[Any, SAELike]) -> dict[Has
     return dict(zip(keys, several, strict=True))
 
 
-def _hooked_at(home: Home, sae: SAELike, key: Hashable) -> Hooked:
+def _placement_of(home: Home, sae: SAELike, key: Hashable) -> Placement:
     opened = open_sae(home, sae, Silent())
     subject, saved = opened
     if saved.sae.widths:
@@ -281,4 +281,4 @@ def _hooked_at(home: Home, sae: SAELike, key: Hashable) -> Hooked:
                 '{(12, "resid_post"): sae} or {"model.layers.12.mlp:out": sae}'
             )
         site = module_site(key)
-    return hooked(opened, layer, site)
+    return placement(opened, layer, site)

@@ -28,8 +28,8 @@ from ..model.source import ModelSource
 from ..model.windows import stored_windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade
-from ..splice.hooked import Hooked, hooked, model_of
 from ..splice.passes import Passes
+from ..splice.placement import Placement, model_of, placement
 from ..store.joined import Joined, open_joined
 from ..store.origin import Origin, place_given
 from ..store.reader import Rows
@@ -89,7 +89,7 @@ class Opened:
         processes, (config, training, text) = communicator(), settings
         subject, saved = open_sae(home, sae, listener)
         place = place_given(config.layer, config.site, config.module)
-        acts, seed = hooked((subject, saved), *place, "fine-tuning"), subject.split_seed
+        acts, seed = placement((subject, saved), *place, "fine-tuning"), subject.split_seed
         source = model_of([acts], config.model, listener, config.model_revision)
         stores: Joined | Streamed
         if "dataset" in text:
@@ -141,12 +141,12 @@ class Opened:
             split_seed=self.split_seed,
             shuffle_seed=settings.training.seed,
         )
-        activation = self.text.hooked.sae.activation
+        activation = self.text.placement.sae.activation
         # The training rows give the normalisation, the test rows are those kept out of training.
         plan = Plan.resolve(
             self.rows, self.test_rows, training, config, activation, self.start, self.test_rows
         )
-        plan = replace(plan, kept_scale=self.text.hooked.sae.scale, epoch_steps=EPOCH)
+        plan = replace(plan, kept_scale=self.text.placement.sae.scale, epoch_steps=EPOCH)
         return FinetuneRun(self.stores, plan, created, self.text)
 
 
@@ -166,7 +166,12 @@ def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Li
 
 
 def _read_text(
-    stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int, listener: Listener
+    stores: Joined,
+    model: LanguageModel,
+    acts: Placement,
+    tokens: int,
+    seed: int,
+    listener: Listener,
 ) -> SplicedText:
     train, kept_out = split_kept_out(stores.inputs[0], seed)
     if kept_out is None:
@@ -179,7 +184,12 @@ def _read_text(
 
 
 def _stream_text(
-    home: Home, acts: Hooked, source: ModelSource, settings: Settings, seed: int, listener: Listener
+    home: Home,
+    acts: Placement,
+    source: ModelSource,
+    settings: Settings,
+    seed: int,
+    listener: Listener,
 ) -> tuple[Streamed, SplicedText]:
     """Windows of a text, its documents split by the same hashes as a store's; those that `sae eval` measures on are
     left out."""
@@ -245,7 +255,7 @@ class FinetuneRun(Run):
 
     @property
     def origin(self) -> Origin:
-        acts = self.text.hooked
+        acts = self.text.placement
         written = acts.target or super().origin.written
         return replace(super().origin, read=acts.reads, written=written)
 

@@ -31,8 +31,9 @@ from ..sae.activations.base import between, scaled_to
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Dictionary
 from ..sae.metrics import reconstruction
-from ..splice.hooked import Hooked
-from ..splice.passes import CleanPass, Passes, effects
+from ..splice.effects import effects
+from ..splice.passes import CleanPass, Passes
+from ..splice.placement import Placement
 from .comparison import Comparison
 from .descent import Descent, StepReport, Task
 from .finetune_options import Finetune
@@ -57,7 +58,7 @@ class SplicedText:
     hook points at which an SAE acts."""
 
     passes: Passes
-    hooked: Hooked
+    placement: Placement
     train: Sequence[TextWindow]
     test: Sequence[TextWindow]
 
@@ -85,7 +86,7 @@ class SplicedText:
     def activations(self, windows: Sequence[TextWindow], tokens: int) -> ArrayRows:
         """The activations at about the first `tokens` rows, with a transcoder's targets; at many hook points fewer, for
         at most 2 GiB in all."""
-        model, at = self.passes.model, self.hooked
+        model, at = self.passes.model, self.placement
         points = list(dict.fromkeys((*at.reads, *at.writes)))
         blocks: list[list[Tensor]] = []
         left = min(tokens, 2**31 // (4 * len(points) * model.source.d_model))
@@ -175,9 +176,9 @@ class ThroughModel(Descent):
 
     def _descend_part(self, batch: StepWindows, windows: list[TextWindow]) -> Tensor:
         """Add the gradient of some of the windows; returns their part of the measures."""
-        hooked, dictionary = batch.text.hooked, self.dictionary
+        placement, dictionary = batch.text.placement, self.dictionary
         mean, scale, target_mean, target_scale = batch.normalisation.of_sae()
-        clean = CleanPass(batch.text.passes, windows, hooked.reads, hooked.writes)
+        clean = CleanPass(batch.text.passes, windows, placement.reads, placement.writes)
         rows = (clean.x.to(mean) - mean) / scale
         codes = dictionary.activated(dictionary.pre_activations(rows))
         y_hat = dictionary.predicted(rows, codes)  # (n, L, E)
@@ -283,7 +284,7 @@ def compared(
     comparison: Comparison, after: Dictionary, text: SplicedText, plan: Plan
 ) -> list[dict[str, Any]]:
     """Measures of both SAEs on the windows kept out of training, and the objective there as their `loss`."""
-    saes, at, solver = comparison.saes(after), text.hooked, plan.solver
+    saes, at, solver = comparison.saes(after), text.placement, plan.solver
     assert plan.test_rows is not None and isinstance(solver, Finetune)
     of_saes = effects([text.passes], text.test, at.reads, [at.writes], saes, lambda tokens: None)
     return [

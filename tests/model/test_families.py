@@ -195,10 +195,10 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                     zeroed = model.logits(TOKENS, MASK)
                 assert not torch.allclose(zeroed, clean, atol=1e-3)
                 blocks = passes.repeatable([point], TOKENS)
-                _, kept = passes.states(TOKENS, MASK, keep={blocks} - {0})
-                states, _ = passes.states(
-                    TOKENS, MASK, {point: lambda _, x: torch.zeros_like(x)}, below=kept.get(blocks)
-                )
+                with passes.recording({blocks} - {0}) as recorded:
+                    passes.states(TOKENS, MASK)
+                zeros = {point: lambda _, x: torch.zeros_like(x)}
+                states = passes.states(TOKENS, MASK, zeros, recorded.get(blocks))
                 in_parts = passes.logits(states.flatten(0, 1)).view_as(zeroed)
                 torch.testing.assert_close(in_parts, zeroed, rtol=1e-4, atol=1e-4)
                 repeated += blocks

@@ -35,7 +35,8 @@ from saecli.model.windows import TextWindow, stored_windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.splice import passes as measured
-from saecli.splice.passes import CleanPass, Passes, effects
+from saecli.splice.effects import effects
+from saecli.splice.passes import CleanPass, Passes
 from saecli.store.origin import HookPoint
 
 SITES = {"resid_post": "", "mlp_out": "post_feedforward_layernorm", "resid_pre": ""}
@@ -50,7 +51,7 @@ def gemma() -> LanguageModel:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that end within the windows."""
-    monkeypatch.setattr(measured, "BLOCK_LOGITS", 50 * 4096)
+    monkeypatch.setattr(measured, "LOGITS_AT_ONCE", 50 * 4096)
     monkeypatch.setattr(measured, "CACHED_LOGITS", 7 * 4096)
 
 
@@ -162,8 +163,9 @@ def test_layers_that_share_keys_and_values_are_all_run(tmp_path: Path):
     point = HookPoint(2, "mlp_in")
     hooks = {point: lambda _, activations: activations * 0.5}
     blocks = passes.repeatable([point], token_ids)
-    _, kept = passes.states(token_ids, mask, keep={blocks} - {0})
-    states, _ = passes.states(token_ids, mask, hooks, below=kept.get(blocks))
+    with passes.recording({blocks} - {0}) as recorded:
+        passes.states(token_ids, mask)
+    states = passes.states(token_ids, mask, hooks, recorded.get(blocks))
     with found.modules.intercepted(HookPoint(2, "mlp_in"), lambda activations: activations * 0.5):
         whole = found.logits(token_ids, mask)
     torch.testing.assert_close(passes.logits(states.flatten(0, 1)), whole.flatten(0, 1))

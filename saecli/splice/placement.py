@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 
 @dataclass(frozen=True)
-class Hooked:
+class Placement:
     """An SAE, and the hook points that it reads and predicts, several of a crosscoder; the same unless it is a
     transcoder."""
 
@@ -65,9 +65,9 @@ class Hooked:
                 )
 
 
-def hooked(
+def placement(
     opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = ""
-) -> Hooked:
+) -> Placement:
     """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file does not say. With `what` a
     crosscoder of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
@@ -96,10 +96,10 @@ def hooked(
                 f"{point.site!r}; use another SAE, or correct its file"
             )
     prepend_bos = origin.prepend_bos is not False
-    return Hooked(name, saved.sae, models, reads, writes, prepend_bos)
+    return Placement(name, saved.sae, models, reads, writes, prepend_bos)
 
 
-def demand_apart(acts: Iterable[Hooked]) -> None:
+def check_distinct(acts: Iterable[Placement]) -> None:
     """ConfigError if two SAEs replace the activations at one hook point."""
     written: dict[HookPoint, str] = {}
     for at in acts:
@@ -141,7 +141,7 @@ def _target(name: str, written: HookPoint | None) -> HookPoint:
 
 
 def model_of(
-    saes: Sequence[Hooked],
+    saes: Sequence[Placement],
     model: "ModelLike | ModelSource | None",
     listener: Listener,
     revision: str | None = None,
