@@ -1,8 +1,6 @@
-"""Cells: the convex pieces on which an SAE is affine, the distance of rows to their boundaries, boundaries near, and
-power diagrams, whose cells they are for topk and abs-topk, with a test of that theorem in float64.
+"""Cells: the convex pieces on which an SAE is affine, and power diagrams, whose cells they are for topk and abs-topk.
 
-A row's cell is its support S, the latents that it keeps. The distance of a row to the boundary of its cell is the
-smallest distance to a hyperplane where
+A row's cell is its support S, the latents that it keeps. Its boundary is the nearest hyperplane where
 
     thresholded:  latent i switches at       v_i = t_i,   at distance  |v_i - t_i| / ||w_i||
     largest K:    i in S and j not in S swap, at distance  (v_i - v_j) / ||mu_i - mu_j||
@@ -18,8 +16,8 @@ power diagram of its columns:
 
     R_S = {x : TopK keeps S} = {x : pi_i(x) < pi_j(x) for i in S, j not in S}
 
-Source: the paper on SAEs as piecewise affine splines, on their half-space inequalities, and its theorem on TopK SAEs
-and K-th order power diagrams. All float64. Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
+Source: the paper on SAEs as piecewise affine splines, and its theorem on TopK SAEs and K-th order power diagrams. All
+float64. Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
 """
 
 import math
@@ -59,17 +57,13 @@ class PowerDiagram:
 
     @classmethod
     def from_encoder(cls, W_enc: Tensor, b_enc: Tensor) -> Self:
-        """The diagram whose K-th order cells are the TopK encoder's, (D, F), (F,), for every K: `mu = W_enc'`,
-        `alpha_i = ||w_i||^2 + 2 b_i`."""
+        """The diagram whose K-th order cells are the TopK encoder's, (D, F), (F,), for every K."""
         centroids = W_enc.double().T
         return cls(centroids, centroids.square().sum(1) + 2 * b_enc.double())
 
     def power(self, x: Tensor) -> Tensor:
-        """`||x - mu_i||^2 - alpha_i`, (B, n), of rows (B, D), summed from true differences.
-
-        Expanding the square would compute the pre-activations again and prove nothing about distances.
-
-        Cost: B n D operations without a matrix product, about ten times the time of one.
+        """`||x - mu_i||^2 - alpha_i`, (B, n), of rows (B, D), from true differences: expanding the square would compute
+        the pre-activations again, and prove nothing. Cost: B n D operations, in about ten times a product's time.
         """
         from scipy.spatial.distance import cdist  # twice as fast as torch's
 
@@ -77,7 +71,7 @@ class PowerDiagram:
         return torch.from_numpy(squares) - self.weights
 
     def nearest(self, x: Tensor, k: int) -> Tensor:
-        """The k sites of smallest power, (B, k), nearest first: the row's cell in the k-th order diagram."""
+        """The k sites of smallest power, (B, k), nearest first."""
         return self.power(x).topk(k, dim=-1, largest=False).indices
 
 
@@ -94,7 +88,7 @@ class Cells(ABC):
         """log10 of the number of possible supports."""
 
     def pre_activations(self, x: Tensor) -> Tensor:
-        """Pre-activations, (B, F), float64, of rows, (B, D)."""
+        """(B, F), of rows, (B, D)."""
         return self.sae.pre_activations(x.double())
 
     @abstractmethod
@@ -103,17 +97,17 @@ class Cells(ABC):
 
     @abstractmethod
     def margins(self, pre: Tensor) -> Tensor:
-        """The exact distance of each row to the boundary of its cell, (B,), in units of the rows, given
-        pre-activations, (B, F); infinite where the cell is the whole space."""
+        """The exact distance of each row to the boundary of its cell, (B,), in units of the rows; infinite where the
+        cell is the whole space."""
 
     @abstractmethod
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """Local complexity, (B,): boundary hyperplanes within a radius, in units of the rows, given pre-activations."""
+        """Local complexity, (B,): boundary hyperplanes within a radius, in units of the rows."""
 
 
 @dataclass(frozen=True)
 class ThresholdedCells(Cells):
-    """Cells of latents that switch independently at thresholds t, (F,), float64: every latent is one hyperplane."""
+    """Cells of latents that switch independently at thresholds t, (F,): every latent is one hyperplane."""
 
     boundary: ClassVar[str] = "hyperplanes"
     thresholds: Tensor
@@ -138,11 +132,9 @@ class ThresholdedCells(Cells):
         return pre > self.thresholds
 
     def margins(self, pre: Tensor) -> Tensor:
-        """`min_i |v_i - t_i| / ||w_i||`, (B,)."""
         return self.distances(pre).amin(1)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """The number of latents with `|v_i - t_i| / ||w_i|| < radius`, (B,)."""
         return (self.distances(pre) < radius).sum(1)
 
 
@@ -151,9 +143,8 @@ class LargestCells(Cells):
     """Cells of the K largest, those of a K-th order power diagram; site s is of latent `s % F`. Each pair of a kept and
     an unkept site is a hyperplane, K (n - K) of them per row.
 
-    The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i: both of one latent cannot be
-    among them, since one of the two is at most zero. Its diagram has the 2F sites +w_i and -w_i, with weights
-    ||w_i||^2 + 2 b_i and ||w_i||^2 - 2 b_i; its cells separate signs of the kept latents, which the SAE's do not.
+    The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i, of which one is at most zero. Its
+    diagram has the 2F sites +w_i and -w_i; its cells separate signs of the kept latents, which the SAE's do not.
 
     Few of them are ever measured: with r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
     `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites.
@@ -168,7 +159,7 @@ class LargestCells(Cells):
         return self.activation.k
 
     def kept(self, pre: Tensor) -> Tensor:
-        """The K latents that rank highest, (B, K), given pre-activations, (B, F)."""
+        """The K latents that rank highest, (B, K)."""
         return self.activation.ranking(pre).topk(self.k, dim=-1).indices
 
     def values(self, pre: Tensor) -> Tensor:
@@ -258,10 +249,7 @@ class LargestCells(Cells):
         return torch.cat([(mu[a] - mu[b]).norm(dim=-1) for a, b in pairs]).view_as(i)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """The number of swaps with `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
-
-        Cost: O(n) per row, and O(K D) for each entrant within the bound.
-        """
+        """Cost: O(n) per row, and O(K D) for each entrant within the bound."""
         values, inside, bound = self._sides(pre)
         mu = self.diagram.centroids
         counts = []
@@ -320,7 +308,6 @@ class ReluTopKCells(Cells):
         return margins
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """The number of hyperplanes of `margins` nearer than the radius, (B,)."""
         counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
         zeros = (self.relu.distances(pre[full]) < radius) & self.largest.supports(pre[full])
         if full.any():
@@ -363,7 +350,7 @@ CELLS: dict[type[Activation], Callable[[SAE], Cells]] = {
 
 
 def check_cells(activation: Activation) -> None:
-    """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
+    """ConfigError for an activation without cells, or with none known here."""
     if not isinstance(activation, tuple(CELLS)):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, tuple(CELLS))]
         raise ConfigError(
@@ -380,7 +367,7 @@ def cells_of(sae: SAE) -> Cells:
 
 
 def agreement(cells: Cells, batches: Iterable[Tensor]) -> dict[str, Any] | None:
-    """Compare each row's support with its K nearest power cells, both in float64; batches are (B, D) each.
+    """Compare each row's support with its K nearest power cells; batches are (B, D) each.
 
     A row is a tie where a latent inside and one outside its support differ by less than the rounding errors of both
     computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.

@@ -42,7 +42,7 @@ OTHER_ROWS = 10_000  # rows of the other split, held out or trained on, whose ma
 
 
 def support_keys(supports: Tensor) -> list[bytes]:
-    """A short key for each row's support, (B, F) bool, equal for equal supports."""
+    """A key for each row's support, (B, F) bool."""
     packed = np.packbits(supports.numpy(), axis=1)
     return [blake2b(row, digest_size=KEY_BYTES).digest() for row in packed]
 
@@ -57,7 +57,7 @@ class Census:
     _growth: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, keys: list[bytes], active: int) -> None:
-        """Count the cells of rows, by `support_keys`, and their `active` latents, summed."""
+        """Count rows in cells, by `support_keys`; `active` is the sum of their L0."""
         self.active += active
         for key in keys:
             self.counts[key] += 1
@@ -97,8 +97,6 @@ class Census:
 
 @dataclass(frozen=True)
 class Visited:
-    """Rows in the cells that they visit."""
-
     census: Census
     margins: NDArray[np.float64]  # (margin, margin / ||x||), (B, 2)
     sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
@@ -161,7 +159,6 @@ def measure_geometry(run: Measured, limits: Limits, listener: Listener) -> Geome
 
 
 def _visit(run: Measured, cells: Cells, most: int, listener: Listener) -> Visited:
-    """The rows of a run's split, or `most` of them, in their cells."""
     count = min(most, run.rows.rows)
     stored = map(torch.from_numpy, _rows_or_sample(run.of_store, count, batch_size(run.sae.d_sae)))
     shown = _with_progress(stored, f"measuring {run.subject.name}", count, listener)
@@ -177,7 +174,6 @@ def _rows_of_other(run: Measured, other: str, train: NDArray[np.float32]) -> NDA
 def _agreement(
     cells: Cells, sample: NDArray[np.float32], listener: Listener
 ) -> dict[str, Any] | None:
-    """`agreement` on some of the sample, within `AGREEMENT_WORK`."""
     most = max(16, AGREEMENT_WORK // (2 * cells.sae.d_sae * cells.sae.d_in))
     rows = torch.from_numpy(spread_out(sample, most))
     return agreement(cells, _with_progress(rows.split(64), "power diagram", len(rows), listener))

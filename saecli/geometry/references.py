@@ -41,13 +41,10 @@ Labels = NDArray[np.integer]
 def measure_references(
     sae: SAE, rows: Rows, train: Rows, rank: int, listener: Listener = SILENT
 ) -> dict[str, Any]:
-    """Fit k-means and local PCA on training rows; measure them and the SAE on rows, (M, D), M > 0.
+    """Fit k-means and local PCA on `train`, (N, D); measure them and the SAE on `rows`, (M, D).
 
-    k-means has `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one.
-
-    Args:
-        train: rows to fit on, (N, D), N > 0.
-        rank: of local PCA: the SAE's rank on its own cells, K or the mean L0; at most D is used.
+    k-means has `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one; its rank is the SAE's on
+    its own cells, K or the mean L0, at most D.
 
     Cost: two k-means fits of at most `MINIBATCH_WORK` products, and an SVD per cell.
     """
@@ -88,7 +85,7 @@ def reconstruct(sae: SAE, rows: Rows) -> Rows:
 
 
 def fvu(rows: Rows, reconstruction: Rows) -> float:
-    """FVU on rows, (M, D); if all rows are equal infinite, as in `sae eval`, or NaN without a residual."""
+    """FVU; if all rows are equal infinite, as in `sae eval`, or NaN without a residual."""
     residual = float(np.square(reconstruction - rows.astype(np.float64)).sum())
     spread = float(np.square(rows - rows.mean(0, dtype=np.float64)).sum())
     if spread > 0:
@@ -97,11 +94,9 @@ def fvu(rows: Rows, reconstruction: Rows) -> float:
 
 
 def kmeans(train: Rows, count: int) -> Any:
-    """The fitted estimator of at most `count` <= N cells of training rows, (N, D): its `cluster_centers_`, (C, D), the
-    rows' cells `labels_`, (N,), and `predict`.
-
-    scikit-learn's KMeans from k-means++ until it converges; above `CAREFUL_WORK` its MiniBatchKMeans, from random rows
-    in three passes, with fewer cells where these would exceed `MINIBATCH_WORK`.
+    """scikit-learn's fitted estimator of at most `count` <= N cells of training rows, (N, D): KMeans from k-means++
+    until it converges; above `CAREFUL_WORK` MiniBatchKMeans, from random rows in three passes, with fewer cells where
+    these would exceed `MINIBATCH_WORK`.
 
     Source: Sculley, "Web-scale k-means clustering" (2010), for the mini-batches.
     """
@@ -127,7 +122,7 @@ def kmeans(train: Rows, count: int) -> Any:
 
 
 def nearest(rows: Rows, centres: Rows) -> Labels:
-    """The nearest of the centres, (C, D), to each row, (M, D): its cell, (M,)."""
+    """The nearest centre to each row, (M,)."""
     from sklearn.metrics import pairwise_distances_argmin
 
     return pairwise_distances_argmin(rows, centres.astype(rows.dtype))
@@ -147,14 +142,12 @@ class LocalPCA:
         self._members = members(labels, len(centres))
 
     def mean(self, cell: int) -> Rows:
-        """Mean of a cell's training rows, (D,), float64."""
         inside = self._members[cell]
         if not len(inside):
             return self.centres[cell].astype(np.float64)
         return self._train[inside].mean(0, dtype=np.float64)
 
     def directions(self, cell: int) -> Rows:
-        """`principal_directions` of a cell's training rows."""
         return principal_directions(self._train[self._members[cell]] - self.mean(cell))
 
     def reconstruct(self, rows: Rows, rank: int, labels: Labels | None = None) -> Rows:

@@ -19,7 +19,7 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
     A_ij = min(q_i, q_j) (sum z z')_ij - s N u_i u_j      C_i = q_i (sum z y')_i - N u_i (s y_bar + t b_t)'
 
 and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
-prediction; see `WithSkip`.
+prediction; see `decoder.py`.
 
     system = method_for(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:  # or of few rows: system = HeldRows(z, y)

@@ -37,11 +37,11 @@ def choose_alpha(
 ) -> Factorisation:
     """The factorisation at the alpha of least PRESS over rows z, (n, F), and y, (n, E), if n = N in the system's order.
 
-    From `last`, or without it from A's mean diagonal with longer strides at first, alpha walks by factors of three to
-    where neither neighbour has less; it ends at the minimum of the parabola through these three.
+    From `last`, else from A's mean diagonal with longer strides at first, alpha walks by factors of three to where
+    neither neighbour has less, and ends at the minimum of the parabola through these three.
 
-    Cost per alpha tried, three if `last` is the best: a factorisation, and 2 F^2 operations for each of some 400
-    columns. One more factorisation at the end: to keep the best one would take twice the memory.
+    Cost per alpha tried, at least three: a factorisation, and 2 F^2 operations for each of some 400 columns. One more
+    factorisation at the end, since keeping the best would take twice the memory.
     """
     scale = max(system.scale(terms.shrink(system.rows)), sys.float_info.min)
     press = press_of(system, terms, z, y)
@@ -74,10 +74,8 @@ def choose_alpha(
 def press_of(
     system: System, terms: Terms, z: Tensor, y: Tensor, size: int = 256
 ) -> Callable[[Factorisation], float]:
-    """PRESS of sampled rows, up to a factor, at the alpha of a factorisation of the system.
-
-    W itself is not solved for: with `u = M psi'`, `psi W = u' (right + c alpha T0)`.
-    """
+    """PRESS of sampled rows, up to a factor, at a factorisation's alpha. W itself is not solved for: with `u = M psi'`,
+    `psi W = u' (right + c alpha T0)`."""
     N, E, T0, W_t = system.rows, terms.d_out, terms.direction, terms.W_t.double()
     index, weight = sample_rows(y[:, :E], system.y_bar[:E], size)
     centre = terms.centre(N, system.y_bar)  # with a skip (E + D,)

@@ -47,8 +47,7 @@ def method_for(
     solve: str = "auto",
     prefixes: Prefixes = (),
 ) -> Method:
-    """How to solve a decoder step: with `solve` "auto" by a factorisation if it fits in bytes of memory, else by
-    iteration."""
+    """How to solve a decoder step: with "auto" by a factorisation if it fits in bytes of memory, else by iteration."""
     solution = 6 * d_sae * d_out  # numbers of float64
     if rows < d_sae and not prefixes:
         # Codes, their centred and weighted copies, targets, products of N x N and their factor.
@@ -92,7 +91,7 @@ def optimal_decoder(
     system: System, terms: Terms, factorisation: Factorisation | None = None, needless: int = 0
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
-    `factorisation` replaces the terms'. `needless` is the number of latents that are found as missed least, at most.
+    `factorisation` replaces the terms'; at most `needless` latents are found as missed least.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, F^3 / 3 for needless latents.
     """
@@ -133,18 +132,17 @@ def optimal_decoder(
 
 
 class WithSkip(Factorisation):
-    """An affine skip eliminated from a factorisation M: its solutions are jointly optimal with a skip S, (D, E).
+    """An affine skip S, (D, E), eliminated from a factorisation M: solutions are optimal jointly with S.
 
-    The system has the targets (y, x) side by side, so that one solution gives both `M C_y` and `P = M C_x`. With the
-    rows' own blocks, centred like C,
+    The system has the targets (y, x) side by side, so that M is solved once for `M C_y` and `P = M C_x`. With
 
         A_xx = sum x x' - N x_bar (s x_bar)'        A_xy = sum x y' - N x_bar (s y_bar + t b_t)'
 
-    and K their Schur complement, the equations of (W, S) are those of W alone with the inverse `M + P K^-1 P'`:
+    and a right side G that holds C_y,
 
         K = A_xx - C_x' P        W = M G - P K^-1 (A_xy - C_x' M G)        S = A_xx^-1 (A_xy - C_x' W)
 
-    for a right side G that holds C_y; other right sides have no part in x, thus no A_xy.
+    W alone has the inverse `M + P K^-1 P'`; right sides without C_y have no A_xy.
     """
 
     def __init__(self, M: Factorisation, skip: SkipSums, centre: Tensor) -> None:
@@ -192,10 +190,9 @@ class WithSkip(Factorisation):
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
     """The c that minimises the objective jointly with W.
 
-    Of T0, `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, columns may be left out, or mixed alike. At
-    W(c) = M (C + mu W_t) + c alpha M T0 the objective's derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at
-    `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`. If no code varies every c is equally good; 1 keeps the encoder's
-    gradient.
+    At `W(c) = untargeted + c alpha along`, with `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, its
+    derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at `<T0, untargeted> / <T0, T0 - alpha along>`; columns may
+    be left out, or mixed alike. If no code varies every c is equally good; 1 keeps the encoder's gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= 1e-14 * T0.square().sum().item():  # rounding
@@ -204,11 +201,10 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
-    """1 for at most `most` of the latents whose codes vary, a mask (F,), that are missed least, else 0, (F,), float64.
+    """1 for at most `most` of the latents that vary, a mask (F,), that are missed least, else 0, (F,), float64.
 
-    Without latent i, and with the others refitted, the objective is larger by its effect, `||W_i||^2 / M_ii`, here far
-    below the median one. They are found one after another, each without those before, so that one of several copies
-    stays.
+    Without latent i, the others refitted, the objective is larger by its effect, `||W_i||^2 / M_ii`, here far below the
+    median one. Each is found without those before, so that one of several copies stays.
 
     Source: Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993).
     """

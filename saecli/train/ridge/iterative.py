@@ -27,8 +27,8 @@ def conjugate_gradient(
     diagonal: Tensor,
     tolerance: float,
 ) -> tuple[Tensor, float]:
-    """Solve `A X = G`, (F, C), float64, for a symmetric positive definite A, given by its products and diagonal; X, and
-    the residual of the worst column, over its right side, in the diagonal's norm.
+    """Solve `A X = G`, (F, C), for a symmetric positive definite A, given by its products and diagonal; X, and the
+    residual of the worst column, over its right side, in the diagonal's norm.
 
     It ends when each residual's `sqrt(r' diag^-1 r)` is below the tolerance times G's. Iterations grow as the root of
     the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents that never fire together (Saad, "Iterative
@@ -93,7 +93,7 @@ class StreamedCodes(System):
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block: codes, (B, F), which may be kept, and targets, (B, E)."""
+        """Add a block: codes, (B, F), which are kept if they fit, and targets, (B, E)."""
         codes = codes.compact()
         self.count += len(y)
         self.sum_z += codes.sums()

@@ -55,7 +55,6 @@ class Sums(System):
         self._codes_are_offset = False
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block: codes, (B, F), and targets, (B, E)."""
         if self._is_empty:
             self.z_0 = _offset(len(y), codes.sums(), codes.squares())
             self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
@@ -82,7 +81,7 @@ class Sums(System):
         self.z_0, self.y_0 = z_0, y_0
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """`F^2 / 2 + F E` numbers are all-reduced, a panel at a time."""
+        """All-reduce `F^2 / 2 + F E` numbers, a panel at a time."""
         count = all_reduce(self.count.clone()).clamp(min=1)
         z_0 = all_reduce(self.count * self.z_0) / count
         y_0 = all_reduce(self.count * self.y_0) / count
@@ -146,10 +145,9 @@ class Sums(System):
 
 
 class Direct(Factorisation):
-    """A symmetric positive definite matrix, (F, F), as `R' R`.
+    """`build(ridge)`, (F, F), symmetric positive definite, as `R' R`: its lower triangle is read, its memory taken.
 
-    It is `build(ridge)`, whose lower triangle is read and whose memory the factor takes; with a ridge ten times larger
-    for each attempt that fails. F^3 / 3 operations per attempt.
+    The ridge is ten times larger for each attempt that fails, of F^3 / 3 operations.
     """
 
     def __init__(
@@ -164,11 +162,11 @@ class Direct(Factorisation):
         return _solve(self._R, right).contiguous()  # products with it are then faster
 
     def quadratic(self, psi: Tensor) -> Tensor:
-        """See `Factorisation.quadratic`; cost: F^2 operations per row."""
+        """F^2 operations per row."""
         return torch.linalg.solve_triangular(self._R.mT, psi.T, upper=False).square().sum(0)
 
     def inverse(self) -> Inverse:
-        """See `Factorisation.inverse`; on a CPU from `R^-1`, which replaces R, in F^3 / 3 operations."""
+        """On a CPU from `R^-1`, which replaces R, in F^3 / 3 operations."""
         if self._R.device.type != "cpu":
             return super().inverse()
         inverse_R, _ = dtrtri(self._R.numpy(), overwrite_c=1)
@@ -254,7 +252,6 @@ class HeldRows(System):
         return Dual(self, ridge, shrink, decay)
 
     def lift(self, shrink: float) -> tuple[Tensor, Tensor]:
-        """Z_h and its products, kept for other ridges."""
         if self._lifted is None or self._lifted[0] != shrink:
             Z_h = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
             self._lifted = shrink, Z_h, Z_h @ Z_h.T
@@ -284,23 +281,22 @@ class Dual(Direct):
         self._weight = _weight(decay, self._r)  # r E^-1, (F, 1)
 
     def solve(self, right: Tensor) -> Tensor:
-        """See `Factorisation.solve`; cost: 4 N F + 2 N^2 operations per column."""
+        """4 N F + 2 N^2 operations per column."""
         weighted = self._weight * right
         return (weighted - self._lift(super().solve(self._Z_h @ weighted))) / self._r
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """See `Factorisation.solve_cross`; the right side `sum z (y - centre)'` is `Z_h' Y`, without cancellation."""
+        """The right side `sum z (y - centre)'` is `Z_h' Y`, without cancellation."""
         return self._lift(super().solve(self._targets(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
-        """See `Factorisation.quadratic`; cost: 2 N F + N^2 operations per row."""
+        """2 N F + N^2 operations per row."""
         weighted = self._weight * psi.T
         subtracted = super().quadratic((self._Z_h @ weighted).T)
         return ((weighted * psi.T).sum(0) - subtracted) / self._r
 
     def fits(self, sample: Sample) -> Fits:
-        """See `Factorisation.fits`; exact for the system's own rows, where with a small ridge differences would cancel:
-        2 N^2 operations for each."""
+        """Exact for rows of the system, where differences cancel with a small ridge: 2 N^2 operations for each."""
         if sample.numbers is None:
             return super().fits(sample)
         rows, columns = len(self._Z_h), torch.arange(len(sample.y), device=sample.y.device)

@@ -75,7 +75,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Ridge:
-    """What a factorisation adds to every entry of A's diagonal."""
+    """What is added to A's diagonal."""
 
     alpha: float
     mu: float
@@ -90,7 +90,7 @@ class Ridge:
 
 
 class System(ABC):
-    """Normal equations, of `HeldRows`, or collected block by block: `Sums` or `StreamedCodes`."""
+    """Normal equations: of `HeldRows`, or collected block by block, `Sums` or `StreamedCodes`."""
 
     prefixes: Prefixes = ()
 
@@ -110,7 +110,7 @@ class System(ABC):
 
     @property
     def u(self) -> Tensor:
-        """The mean code over rows and prefixes, (F,)."""
+        """Mean over rows and prefixes, (F,)."""
         return self._membership * self._z_bar
 
     @property
@@ -145,10 +145,8 @@ class System(ABC):
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def factorise(self, terms: Terms) -> "Factorisation":
-        """Factorise `A + diag(decay) + (alpha + mu) I`, alpha at most 1e9 times A's mean diagonal.
-
-        A ridge that does not factorise is raised; TrainingError if none does, or if the matrix is not finite.
-        """
+        """`A + diag(decay) + (alpha + mu) I`, alpha raised where it does not factorise; TrainingError if none does, or
+        if the matrix is not finite."""
         shrink = terms.shrink(self.rows)
         scale = self.scale(shrink)
         # With more W equals T to nine digits, and c would be lost in a difference.
@@ -161,18 +159,18 @@ class System(ABC):
 
 
 class Sample(NamedTuple):
-    """n rows to leave out, one after another, for the right side C of targets about a centre."""
+    """n rows, to be left out one after another."""
 
     psi: Tensor  # centred codes in each prefix, (n, L, F)
     y: Tensor  # targets about the centre, (n, E)
-    C: Tensor  # (F, E)
+    C: Tensor  # the right side, (F, E)
     centre: Tensor  # of all of the system's targets
     bias: float  # 1 / (N + beta + nu), the leverage of the intercept
     numbers: Tensor | None  # of the rows in the system, (n,), if they are known
 
 
 class Fits(NamedTuple):
-    """How a decoder `M C` fits sampled rows in each of L prefixes."""
+    """How `M C` fits sampled rows in each of L prefixes."""
 
     u: Tensor  # M psi', (F, n L)
     slack: Tensor  # I - H_i, H_i being the leverages, (n, L, L)
@@ -221,7 +219,7 @@ class Factorisation(ABC):
         return W.new_empty(0, W.shape[1])
 
     def inverse(self) -> Inverse:
-        """M, at most at F times the cost of `quadratic`; called last, as it may overwrite the factor."""
+        """M, at most at F times the cost of `quadratic`; the last call, as it may overwrite the factor."""
         u = self.system.u
         numbers = torch.arange(len(u), device=u.device)
         units = (one_hot(latents, len(u)).to(u) for latents in numbers.split(PIECE))
