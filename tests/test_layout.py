@@ -1,4 +1,4 @@
-"""The nine rooms, read from the imports: what each may import, and the size of files. The private names of libraries
+"""The twelve rooms, read from the imports: what each may import, and the size of files. The private names of libraries
 that saecli reads are listed, with the version in which they were seen, and do there what saecli takes them for."""
 
 import ast
@@ -83,7 +83,7 @@ def test_a_module_imports_only_rooms_below_its_own():
     assert wrong == []
 
 
-def test_the_top_of_the_package_is_nine_rooms_and_two_files():
+def test_the_top_of_the_package_is_its_rooms_a_readme_and_two_files():
     names = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "assets", "py.typed"}
     assert names == {*ROOMS, "README.md", "__init__.py", "__main__.py"}
 
