@@ -47,24 +47,24 @@ def command(
     resume: Resume = False,
     json: Json = False,
 ) -> None:
-    from ..train.finetune import resume_job
+    from ..train.finetune import resume_finetuning
 
     session = start(ctx)
     with ExitStack() as claims:
         if resume:
             demand_alone(session)
-            jobs = [resume_job(session.home, name, session.console, claims)]
+            jobs = [resume_finetuning(session.home, name, session.console, claims)]
         else:
             jobs = _new_jobs(session, options, claims)
         train_and_print(session, jobs)
 
 
 def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[Job]:
-    from ..train.finetune import Opened, Settings
+    from ..train.finetune import FinetuneSettings, Opened
     from ..train.jobs import Job, claim_folder, run_names
 
     sae, data, name = (session.options[option] for option in ("run", "data", "name"))
-    settings = [Settings.of(option.values) for option in options]
+    settings = [FinetuneSettings.of(option.values) for option in options]
     named = (data, None) if data else None
     opened = Opened.open(session.home, sae, settings[0], named, session.console)
     stem = f"finetune-{opened.text.placement.sae.activation.name}"

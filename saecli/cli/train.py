@@ -179,8 +179,8 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
     of_rows = {option.name for option in FROM_MODEL}  # which the stores' options repeat
     jobs = []
     for data, target in _stores_of_each(session):
-        begun = start_sae is not None
-        source, rows_of = _rows(session, options, (data, target), claims, begun)
+        from_sae = start_sae is not None
+        source, rows_of = _rows(session, options, (data, target), claims, from_sae)
         prefix = f"{name or stem}-{Path(data[0]).name}" if each else name
         names = run_names(prefix, [option.varied for option in options])
         plans = [make_plan(rows_of, solver, act, option.values, start_sae) for option in options]
@@ -269,10 +269,10 @@ def _rows(
     options: Sequence[Given],
     names: tuple[Sequence[str], str | None],
     claims: ExitStack,
-    begun: bool,
+    from_sae: bool,
 ) -> tuple[Joined | Streamed, RowsOf]:
     """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
-    rows; `begun` if training begins from an SAE."""
+    rows; `from_sae` if training begins from an SAE."""
     from ..store.joined import open_joined
     from ..train.plan import split_rows
 
@@ -294,7 +294,7 @@ def _rows(
                 f"--model goes with one process, got {processes.world_size}; run it without torchrun, "
                 "or make a store by `sae extract`, and train on that"
             )
-        return _rows_of_model(session, values, claims, begun)
+        return _rows_of_model(session, values, claims, from_sae)
     idle = session.given & {option.name for option in FROM_MODEL}
     if idle:
         raise ConfigError(
@@ -303,11 +303,11 @@ def _rows(
     stores = processes.main_first(lambda: open_joined(session.home, *names, session.console))
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
-    return stores, lambda training, activation: split_rows(training, stores, begun, activation)
+    return stores, lambda training, activation: split_rows(training, stores, from_sae, activation)
 
 
 def _rows_of_model(
-    session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
+    session: Session, options: Mapping[str, Any], claims: ExitStack, from_sae: bool
 ) -> tuple[Streamed, RowsOf]:
     from ..extract.plan import Selection
     from ..extract.streaming import open_stream
@@ -341,8 +341,8 @@ def _rows_of_model(
             training.split_seed,
             SAMPLED_ROWS + training.batch_size,
             session.console,
-            begun=begun,
+            from_sae=from_sae,
         )
     )
-    fraction = TRAINED if begun else 1.0
+    fraction = TRAINED if from_sae else 1.0
     return stream, lambda *_: SplitRows(rows, rows.test_rows, rows.kept_out, fraction)

@@ -52,7 +52,7 @@ SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
 Named = tuple[Sequence[str], str | None]  # stores, and a target
 
 
-class Settings(NamedTuple):
+class FinetuneSettings(NamedTuple):
     """The options of a fine-tuning; of `training` the seed, device, tracker and the learning rate are used."""
 
     config: Finetune
@@ -81,7 +81,7 @@ class Opened:
         cls,
         home: Home,
         sae: SAELike,
-        settings: Settings,
+        settings: FinetuneSettings,
         named: Named | None,
         listener: Listener,
     ) -> Self:
@@ -119,7 +119,7 @@ class Opened:
         start = Start(name, fingerprint(saved.sae), saved.sae)
         return cls(stores, start, spliced, rows, test_rows, seed)
 
-    def run(self, settings: Settings, created: str) -> "FinetuneRun":
+    def run(self, settings: FinetuneSettings, created: str) -> "FinetuneRun":
         tokens_per_step = self.text.windows_per_step * self.text.rows.mean()
         # Until it is resumed, a branch may move on; and auto is this device's precision.
         model = self.text.passes.model
@@ -187,7 +187,7 @@ def _stream_text(
     home: Home,
     acts: Placement,
     source: ModelSource,
-    settings: Settings,
+    settings: FinetuneSettings,
     seed: int,
     listener: Listener,
 ) -> tuple[Streamed, SplicedText]:
@@ -280,7 +280,7 @@ class FinetuneRun(Run):
         return chosen, {name: resolved[name] for name in resolved if name in names}
 
 
-def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
+def resume_finetuning(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
     """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
     processes = communicator()
     folder, document = processes.main_first(
@@ -290,8 +290,8 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
         claims.enter_context(claimed(folder, new=False))
     try:
         config = {key: value for key, value in document["solver"].items() if key != "name"}
-        streamed, begun = document.get("streamed") or {}, document["init"]
-        settings = Settings(
+        streamed, start = document.get("streamed") or {}, document["init"]
+        settings = FinetuneSettings(
             Finetune.from_json(config),
             TrainingConfig.from_json(document["training"]),
             {key: value for key, value in streamed.items() if key in TEXT},
@@ -304,9 +304,9 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
     named = None
     if not streamed:
         named = [document["data"], *document.get("beside", [])], document.get("target")
-    opened = Opened.open(home, begun["name"], settings, named, listener)
+    opened = Opened.open(home, start["name"], settings, named, listener)
     for what, has_changed in (
-        (begun["name"], opened.start.hash != begun["hash"]),
+        (start["name"], opened.start.hash != start["hash"]),
         (opened.stores.name, opened.stores.hash != document["data_hash"]),
     ):
         if has_changed:
@@ -343,7 +343,7 @@ def finetune(
     if "log_to" in options:
         raise ConfigError("--log-to does nothing in finetune, which writes no files; leave it out")
     listener = listening(progress)
-    settings = Settings.of({"model": model, **options})
+    settings = FinetuneSettings.of({"model": model, **options})
     names = [data] if isinstance(data, str) else data
     opened = Opened.open(Home.at(home), sae, settings, (names, None) if names else None, listener)
     run = opened.run(settings, created="")

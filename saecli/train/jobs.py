@@ -108,11 +108,11 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
     job = processes.main_first(open_job)
     if processes.is_main:
         claims.enter_context(claimed(job.folder, new=False))
-    plan, begun = job.run.plan, job.run.plan.start
-    if begun is None or processes.broadcast_object(lambda: job.has_checkpoint):
+    plan, start = job.run.plan, job.run.plan.start
+    if start is None or processes.broadcast_object(lambda: job.has_checkpoint):
         return job
-    start = processes.broadcast_object(lambda: begun.reopened(home, listener))
-    return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
+    reopened = processes.broadcast_object(lambda: start.reopened(home, listener))
+    return replace(job, run=replace(job.run, plan=replace(plan, start=reopened)))
 
 
 def known_job(

@@ -46,7 +46,7 @@ class LiveRows(RowSource):
         split_seed: of the choice of held-out documents.
         least: least rows of a window.
         window_bytes: of a window, as stored.
-        begun: training begins from an SAE.
+        from_sae: training begins from an SAE.
     """
 
     name = "rows of a model"
@@ -60,7 +60,7 @@ class LiveRows(RowSource):
         least: int,
         listener: Listener,
         window_bytes: int = WINDOW_BYTES,
-        begun: bool = False,
+        from_sae: bool = False,
     ) -> None:
         self.rows = self._wanted = rows
         self.d_in = source.d_in
@@ -75,7 +75,7 @@ class LiveRows(RowSource):
         self._window = self._memory[:0]
         self._left_over = self._memory[:0]  # rows of the last block, for the next window
         self._splits = [Split("test", seed=split_seed)]
-        if begun:
+        if from_sae:
             self._splits.append(Split("train", TRAINED, split_seed, rest=True))
         # Blocks of the rows of each split; None once they are taken.
         self._of_splits: list[list[np.ndarray]] | None = [[] for _ in self._splits]

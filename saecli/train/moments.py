@@ -101,9 +101,14 @@ class Moments:
         rows: int,
         memory: float,
         solve: str,
-        codes_again: Callable[[], Iterator[Codes]],
+        encoded: Callable[[], Iterator[tuple[Codes, Batch]]],
     ) -> Self:
-        """Empty ones, of the kind that solves for this decoder in bytes of memory; see `method_for`."""
+        """Empty ones, of the kind that solves for this decoder in bytes of memory; see `method_for`. `encoded` gives
+        the codes again to an iterative solution that cannot keep them."""
+
+        def codes_again() -> Iterator[Codes]:
+            return (codes for codes, batch in encoded() if len(batch.x))
+
         start = dictionary.decoder().detach()
         if dictionary.W_skip is not None:  # the rows' dimensions are targets too
             start = torch.cat([start, start.new_zeros(len(start), dictionary.d_in)], 1)
@@ -123,8 +128,7 @@ class Moments:
 
     def used(self, state: DecoderState) -> Tensor:
         """Which latents fire on any row, and are not needless, (F,) bool."""
-        fired = self.firings > 0
-        return fired if state.needless is None else fired & (state.needless == 0)
+        return self.fired if state.needless is None else self.fired & (state.needless == 0)
 
     @property
     def solved_together(self) -> bool:
@@ -198,7 +202,7 @@ class Moments:
         as in `optimal_decoder`."""
         dictionary, state = self._dictionary, None
         tensors = {
-            "Delta": dictionary.decoder().detach(),
+            "Delta": terms.W_t,
             "b": dictionary.b_dec,
             "skip": dictionary.W_skip,
             "needless": dictionary.b_enc.detach() if needless else None,
@@ -243,12 +247,9 @@ class Solution:
         )
 
     def record(self) -> dict[str, float]:
-        solution = {
-            "relative_alpha": self.relative_alpha,
-            "condition": self.condition,
-            "residual": self.residual,
-        }
-        known = {name: value for name, value in solution.items() if not math.isnan(value)}
+        names = ("relative_alpha", "condition", "residual")
+        figures = {name: getattr(self, name) for name in names}
+        known = {name: figure for name, figure in figures.items() if not math.isnan(figure)}
         return {"alpha": self.alpha, **known}
 
     def notes(self, chosen: bool) -> list[str]:
@@ -288,21 +289,16 @@ def broadcast_state(
     state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator
 ) -> DecoderState:
     """Rank 0's state in all processes; `like` gives the tensors that it has by name, for their shapes."""
-    if communicator.world_size == 1:
-        assert state is not None
+    if state is not None and communicator.world_size == 1:
         return state
-
-    def without_tensors() -> DecoderState:
-        assert state is not None
-        nothing: dict[str, Any] = dict.fromkeys(like)
-        return replace(state, **nothing)
-
-    numbers = communicator.broadcast_object(without_tensors)
+    nothing: dict[str, Any] = dict.fromkeys(like)
+    numbers = communicator.broadcast_object(lambda: state and replace(state, **nothing))
+    assert numbers is not None, "rank 0's"
     tensors: dict[str, Any] = {}
     for name, tensor in like.items():
-        own = tensor if state is None else getattr(state, name)
-        own = own.detach().clone(memory_format=torch.contiguous_format)
-        tensors[name] = communicator.broadcast(own)
+        sent = tensor if state is None else getattr(state, name)
+        sent = sent.detach().clone(memory_format=torch.contiguous_format)
+        tensors[name] = communicator.broadcast(sent)
     return replace(numbers, **tensors)
 
 

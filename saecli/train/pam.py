@@ -11,12 +11,12 @@ Source: the paper's Algorithm 3.1. Outer iteration t takes encoder steps over al
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..base.processes import ALONE, Communicator
-from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled
 from .descent import StepReport, Task
 from .moments import Moments, Pass, Solution, alpha_rule, penalty_decay
@@ -36,7 +36,6 @@ class PamSolver(Solver):
     def __init__(
         self, initial: SAE, task: Task, config: ClosedForm, communicator: Communicator = ALONE
     ) -> None:
-        assert task.fixed != "W_dec", "a decoder that is solved for cannot be fixed"
         dictionary = self.dictionary_of(initial.sae(), task)
         super().__init__(dictionary, self.solved_for, task, config, communicator)
         self.schedule = {due.step: due for due in self.passes()}
@@ -56,63 +55,52 @@ class PamSolver(Solver):
         ]
 
     def train(self, batches: Iterable[Batch], rows: TrainingRows) -> Iterator[StepReport]:
-        *_, last = self.schedule.values()
         for batch in batches:
             yield self.step(batch)  # of W_enc and b_enc, the decoder held
-            due = self.schedule.get(self.steps, last)
-            if due is not last:  # an epoch has ended
-                self.decoder_step(due, rows)
+            if self.steps in self.schedule and not self.finished:  # an epoch has ended
+                self.decoder_step(self.schedule[self.steps], rows)
         self.calibrate()
-        self.decoder_step(last, rows)
+        self.decoder_step(self.schedule[self.task.steps], rows)
 
     @torch.no_grad()
     def decoder_step(self, due: Pass, rows: TrainingRows) -> None:
         """W_dec and b_dec: the optimum for the codes of the pass; W_enc^t and b_enc^t of the next iteration."""
         moments = self.moments(due, rows)
-        self.take(
-            moments.optimum(self.terms(moments), due.alpha, self.task.rows, self.communicator)
-        )
+        state = moments.optimum(self.terms(moments), due.alpha, self.task.rows, self.communicator)
+        self.take(state)
         self.hold_encoder()
 
     def moments(self, due: Pass, rows: TrainingRows) -> Moments:
         """For each row z = act(x W_enc + b_enc); and N, sum z, sum y, sum z z', sum z y'."""
-
-        def again() -> Iterator[Codes]:  # for an iterative solution that cannot keep its codes
-            return (codes for codes, batch in self.encoded(due, rows) if len(batch.x))
-
-        task, dictionary = self.task, self.dictionary
+        task, encoded = self.task, partial(self.encoded, due, rows)
         moments = Moments.of(
-            dictionary, task.sparsity, due.rows, task.memory, self.config.solve, again
+            self.dictionary, task.sparsity, due.rows, task.memory, self.config.solve, encoded
         )
-        for codes, batch in self.encoded(due, rows):
+        for codes, batch in encoded():
             moments.add(codes, batch)
         moments.reduce(self.communicator)
         return moments
 
     def terms(self, moments: Moments) -> Terms:
-        """What is added to the squared error, in proportion to the rows of the pass."""
-        config = self.config if isinstance(self.config, Pam) else Pam()
+        """What is added to the squared error, in proportion to the rows of the pass; the penalty as quadratics."""
+        assert isinstance(self.config, Pam)
         part = moments.rows / self.task.rows
+        weights = self.task.penalty_weight(self.steps - 1) * moments.norm_weights
         return Terms(
             W_t=moments.W_t,
             b_t=moments.b_t,
             alpha=part * self.alpha,
-            beta=part * config.beta,
-            mu=part * config.mu_dec,
-            nu=part * config.nu_dec,
-            decay=self.decay(moments),
+            beta=part * self.config.beta,
+            mu=part * self.config.mu_dec,
+            nu=part * self.config.nu_dec,
+            decay=penalty_decay(self.dictionary, weights, self.solution.encoder_norm),
             skip=moments.skip,
         )
 
-    def decay(self, moments: Moments) -> Tensor:
-        """The penalty on decoder norms, as quadratics, (F,)."""
-        weights = self.task.penalty_weight(self.steps - 1) * moments.norm_weights
-        return penalty_decay(self.dictionary, weights, self.solution.encoder_norm)
-
     @property
     def alpha(self) -> float:
-        """A fixed one stays as it is, also if a decoder step had to raise it."""
-        return self.solution.alpha if self.config.alpha == "auto" else float(self.config.alpha)
+        chosen = self.config.alpha == "auto"  # a fixed one stays, if a decoder step had to raise it
+        return self.solution.alpha if chosen else float(self.config.alpha)
 
     def take(self, state: DecoderState) -> None:
         self.dictionary.set_decoder(state.c, state.Delta, state.b, state.skip)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled
 from .descent import Task
-from .moments import AlphaRule, Pass, alpha_rule
+from .moments import AlphaRule, Pass, alpha_rule, penalty_decay
 from .options import RELEASE, RELEASED_BELOW, PamSgd
 from .pam import PamSolver
 from .ridge import DecoderState, Terms
@@ -89,7 +89,9 @@ class PamSgdSolver(PamSolver):
         """Delta, c and b_dec: the optimum for the codes of the pass; and the upkeep, which more training follows."""
         moments, dictionary = self.moments(due, rows), self.dictionary
         # The last leaves the penalty out.
-        decay = torch.zeros_like(moments.norm_weights) if due.last else self.decay(moments)
+        weight = 0.0 if due.last else self.task.penalty_weight(self.steps - 1)
+        weights = weight * moments.norm_weights
+        decay = penalty_decay(dictionary, weights, self.solution.encoder_norm)
         if not self.task.fixed:
             # A millionth of what they would get is left.
             decay = decay.masked_fill(silence(dictionary, moments), 1e6 * moments.system.scale(1.0))

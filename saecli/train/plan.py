@@ -57,12 +57,15 @@ class SplitRows:
 
 
 def split_rows(
-    training: TrainingConfig, store: ActivationStore | Joined, begun: bool, activation: Activation
+    training: TrainingConfig,
+    store: ActivationStore | Joined,
+    from_sae: bool,
+    activation: Activation,
 ) -> SplitRows:
-    """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
+    """The parts of a store, or of several joined; `from_sae` if training begins from an SAE."""
     seed, fraction = training.split_seed, training.fraction
     test = store.split("test", seed=seed)
-    if not begun and not activation.is_calibrated(training.sparsity):
+    if not from_sae and not activation.is_calibrated(training.sparsity):
         return SplitRows(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
     fraction = min(fraction, TRAINED)
     train, kept_out = split_kept_out(store, seed, fraction)

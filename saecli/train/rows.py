@@ -162,7 +162,7 @@ class TrainingRows:
     def d_in(self) -> int:
         return self.stored.d_in
 
-    def shuffled(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+    def in_epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch, without the `first` batches."""
         part, size = part_of(self.communicator), self.batch_size
         own = self.stored.batches(size, seed=self.seed, epoch=epoch, part=part, first=first)
@@ -177,7 +177,7 @@ class TrainingRows:
         """Shuffled batches after a number of steps, to the end of the last of `epochs`, each of `batches` batches."""
         epoch, first = divmod(step, batches)
         while epoch < epochs:
-            yield from self.shuffled(epoch, first)
+            yield from self.in_epoch(epoch, first)
             epoch, first = epoch + 1, 0
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
@@ -187,7 +187,7 @@ class TrainingRows:
             yield from self._sequential()
             return
         left, pending = count, []
-        for batch in self.shuffled(number):
+        for batch in self.in_epoch(number):
             if not left:
                 return
             pending.append(batch.first(left))

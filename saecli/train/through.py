@@ -48,7 +48,7 @@ HOLD_EVERY = 8  # steps between shifts of the biases, each a sort of the sample'
 
 
 @lru_cache(maxsize=2)  # the windows of a step are of two passes at most, unless there are few
-def _shuffled(seed: int, number: int, count: int) -> np.ndarray:
+def _order(seed: int, number: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, number)).permutation(count)
 
 
@@ -80,7 +80,7 @@ class SplicedText:
         numbers = []
         for position in range(step * self.windows_per_step, (step + 1) * self.windows_per_step):
             pass_number, place = divmod(position, len(self.train))
-            numbers.append(int(_shuffled(seed, pass_number, len(self.train))[place]))
+            numbers.append(int(_order(seed, pass_number, len(self.train))[place]))
         return numbers
 
     def activations(self, windows: Sequence[TextWindow], tokens: int) -> ArrayRows:

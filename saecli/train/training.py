@@ -107,9 +107,9 @@ class Training:
         return self.sae
 
     def _train(self, batches: Generator[Any, None, None]) -> None:
-        with closing(self._between_checkpoints(batches)) as kept:
+        with closing(self._between_checkpoints(batches)) as steps:
             try:
-                for report in self.solver.train(kept, self.rows):
+                for report in self.solver.train(steps, self.rows):
                     self._take(report)
             except TrainingError:
                 # Other processes, which have not failed, would not all-reduce.
@@ -293,11 +293,11 @@ def start_training(
     solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
     comparison = None
     if plan.start is not None:
-        begun, x = initial, rows.sample.x
+        before, x = initial, rows.sample.x
         l0 = initial.codes(x).count().item() / len(x)
         if not state and not plan.start.has_codes_of(plan.activation, l0):
-            begun = initial.changed(None, **solver.calibrated(initial))
-        comparison = Comparison.of(plan.start, begun, rows.normalisation, state)
+            before = initial.changed(None, **solver.calibrated(initial))
+        comparison = Comparison.of(plan.start, before, rows.normalisation, state)
     if state:
         tensors = solver.state() | ({} if comparison is None else comparison.state())
         demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -368,19 +368,21 @@ def _normalised(
         )
     else:
         spread = communicator.broadcast_object(rows.spread)
-        own = plan.start if plan.start and training.normalize == "init" else rows
+        metric = plan.start if plan.start and training.normalize == "init" else rows
         normalisation = fit_normalisation(
             training.normalize,
             spread,
             getattr(torch, training.dtype),
             rows.widths,
             rows.d_target,
-            own.reads,
+            metric.reads,
         )
     if device.type != "cpu":  # which gets the rows as stored, and converts them
         rows = rows.as_stored()
-    kept = replace(normalisation.to(device), kept=plan.kept_scale)
-    return TrainingRows(rows, kept, training.batch_size, training.shuffle_seed, communicator)
+    normalisation = replace(normalisation.to(device), kept=plan.kept_scale)
+    return TrainingRows(
+        rows, normalisation, training.batch_size, training.shuffle_seed, communicator
+    )
 
 
 def averages(
@@ -414,8 +416,8 @@ def averages(
 def doubt_of_l0(plan: Plan, progress: Progress) -> list[str]:
     """A warning if a penalty of fixed weight has not brought L0 to rest; a tenth of fewer steps has no line."""
     before, now = progress.l0_before, progress.l0
-    told = plan.training.penalised and plan.steps >= 10 * LOG_EVERY
-    if not told or abs(now - before) <= 0.05 * before:
+    enough = plan.training.penalised and plan.steps >= 10 * LOG_EVERY
+    if not enough or abs(now - before) <= 0.05 * before:
         return []
     return [
         f"L0 was still moving at the end, from {number(before)} to {number(now)} over the last tenth of "
@@ -432,9 +434,9 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
         )
 
 
-def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def demand_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
-        got = tuple(kept[name].shape) if name in kept else "none"
+        got = tuple(state[name].shape) if name in state else "none"
         if got != shape:
             raise RunError(
                 f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "

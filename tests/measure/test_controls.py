@@ -90,7 +90,7 @@ def test_thresholds_beside_a_held_encoder_are_trained_to_the_l0_asked_for(act):
 )
 def test_the_decoder_of_a_held_encoder_is_the_exact_optimum(solver, options):
     _, trainer = trained("W_enc", solver, "topk", k=4, dtype="float64", smoothing=0.0, **options)
-    x = torch.cat([batch.x for batch in trainer.rows.shuffled(0)])
+    x = torch.cat([batch.x for batch in trainer.rows.in_epoch(0)])
     sae, solver = trainer.solver.sae(), trainer.solver
     zeros = torch.zeros_like(sae.W_dec)
     terms = terms_of((solver.alpha, 0, 0, 0), sae.W_enc.T, zeros, torch.zeros(8))

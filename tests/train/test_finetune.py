@@ -35,7 +35,7 @@ from saecli.base.home import Home
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import JoinedRows
-from saecli.train.finetune import TRAINED, Opened, Settings
+from saecli.train.finetune import TRAINED, FinetuneSettings, Opened
 from saecli.train.runs import read_metrics
 
 LAYER, F = 1, 32
@@ -227,7 +227,7 @@ def test_texts_are_read_from_a_column_in_the_proportions_asked_for(sae, home, tm
         file.write_text(json.dumps({"text": "c", "body": file.stem * LENGTH}) + "\n")
         file.write_text(file.read_text() * 400)
     text = {"dataset": [*map(str, files)], "mix": (3.0, 1.0), "text_column": "body"}
-    settings = Settings.of({"tokens": 4000, **text})
+    settings = FinetuneSettings.of({"tokens": 4000, **text})
     windows = Opened.open(Home.at(home), "old", settings, None, Silent()).text.train
     tokens = np.concatenate([window.token_ids[window.is_row] for window in windows])
     _, counts = np.unique(tokens, return_counts=True)

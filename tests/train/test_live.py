@@ -44,7 +44,7 @@ def live_rows(
     wanted: int,
     least: int,
     window: int | None = None,
-    begun: bool = False,
+    from_sae: bool = False,
     error: Exception | None = None,
 ) -> LiveRows:
     """Training rows of a model that gives rows in blocks, and then fails with an error if there is one; `window`: rows
@@ -62,7 +62,7 @@ def live_rows(
 
     source = Streamed("some-model-l0", meta, {}, blocks)
     window_bytes = WINDOW_BYTES if window is None else window * 4 * rows.shape[1]
-    return LiveRows(source, wanted, 0, least, Silent(), window_bytes, begun)
+    return LiveRows(source, wanted, 0, least, Silent(), window_bytes, from_sae)
 
 
 def of_documents(rows: int = 3000) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +214,7 @@ def test_test_rows_are_the_first_held_out_rows():
 def test_rows_kept_out_of_training_on_are_those_that_a_store_keeps_out():
     rows, documents = of_documents()
     kept_out = Split("train", 0.9, rest=True).keeps(documents)
-    with live_rows(rows, documents, [1500], 1000, 100, begun=True) as live:
+    with live_rows(rows, documents, [1500], 1000, 100, from_sae=True) as live:
         (compared,), (trained,), (tested,) = (
             part.sequential(10_000) for part in (live.kept_out, live, live.test_rows)
         )
@@ -223,7 +223,7 @@ def test_rows_kept_out_of_training_on_are_those_that_a_store_keeps_out():
     assert np.array_equal(trained, rows[~kept_out & ~is_test(documents)][:1000])
     only = np.full(3000, np.flatnonzero(~is_test(np.arange(9)))[0])
     only[-500:] = np.flatnonzero(is_test(np.arange(99)))[0]
-    with live_rows(rows, only, [1500], 1000, 100, begun=True) as live:
+    with live_rows(rows, only, [1500], 1000, 100, from_sae=True) as live:
         assert live.kept_out is None
 
 
