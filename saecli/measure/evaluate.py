@@ -107,15 +107,15 @@ def stored_models(measured: Measured) -> list[str]:
 
 def own_models(measured: Measured, device: torch.device) -> list[str]:
     """`stored_models` if each is on this machine and fits into a device's memory, else an error that says why not."""
-    from ..model.language_model import demand_memory  # transformers takes seconds to import
-    from ..model.source import demand_here, find_model
+    from ..model.language_model import check_memory  # transformers takes seconds to import
+    from ..model.source import check_downloaded, find_model
 
     names = stored_models(measured)
     if names and any("loaded" in store.meta.source for store in measured.stores.all):
         raise ModelError(f"{measured.rows.name} came from a loaded model; --model names its file")
     for name in names:
-        demand_here(name)
-        demand_memory(find_model(name), device)
+        check_downloaded(name)
+        check_memory(find_model(name), device)
     return names
 
 

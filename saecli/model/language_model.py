@@ -6,7 +6,7 @@ are kept; the configuration stays the whole model's, so that they compute the sa
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -31,11 +31,9 @@ from ..base.errors import MachineError, ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
 from ..base.words import size_words
 from ..store.origin import SIDES, HookPoint
-from .blocks import Reached, norms_of
+from .blocks import Reached, calling, norms_of, weights_read
 from .loaded import LoadedSource, in_eval_mode
 from .modules import Modules, blocks_of, folded
-from .reads import weights_read
-from .ropes import of_each_window
 from .source import ModelSource, explained, find_model, from_pretrained, unread_weights
 
 Taken = TypeVar("Taken")
@@ -67,31 +65,12 @@ class LanguageModel:
     ) -> None:
         self.source, self.device = source, device
         self.mask_token: int | None = None
-        settings: dict[str, Any] = {
-            "dtype": getattr(torch, source.dtype_on(device, dtype)),
-            "trust_remote_code": False,
-        }
-        if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-            settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        quiet, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
-        logging.disable_progress_bar()
-        try:
+        with _loading(source):
             self.tokenizer = load_tokenizer(source)
-            loader: Any = AutoModel
             if head == "any" and _predicts_masked(source):
                 self.mask_token = self.tokenizer.mask_token_id
-            if head:
-                loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
-            if isinstance(source, LoadedSource):
-                self.model: Any = source.model
-            elif weights_seed is None:
-                self.model = _with_weights(source, loader, settings, last)
-            else:  # drawn on the CPU, the same for every device
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(weights_seed)
-                    self.model = loader.from_config(source.config, **settings)
-            self._demand_tokens()
+            self.model: Any = self._loaded(bool(head), dtype, weights_seed, last)
+            self._check_reads_tokens()
             self.modules = _modules(self.model, source)
             self._norms = [norms_of(block, source.d_model) for block in self.blocks]
             if isinstance(source, LoadedSource):
@@ -100,18 +79,29 @@ class LanguageModel:
                 if last is not None:
                     del self.blocks[last + 1 :]
                 self.model.to(device).eval().requires_grad_(False)
-        except SaeError:
-            raise
-        except Exception as error:  # transformers raises anything for damaged or foreign files
-            raise explained(source.name, error) from error
-        finally:
-            logging.set_verbosity(quiet)
-            if bars:
-                logging.enable_progress_bar()
-        self._demand_causal(head)
+        self._check_causal(bool(head))
+
+    def _loaded(self, head: bool, dtype: str, weights_seed: int | None, last: int | None) -> Any:
+        source = self.source
+        loader: Any = AutoModel
+        if head:
+            loader = _with_head(source) if self.mask_token is None else AutoModelForMaskedLM
+        if isinstance(source, LoadedSource):
+            return source.model
+        settings: dict[str, Any] = {
+            "dtype": getattr(torch, source.dtype_on(self.device, dtype)),
+            "trust_remote_code": False,
+        }
+        if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
+        if weights_seed is None:
+            return _with_weights(source, loader, settings, last)
+        with torch.random.fork_rng(devices=[]):  # drawn on the CPU, the same for every device
+            torch.manual_seed(weights_seed)
+            return loader.from_config(source.config, **settings)
 
     @torch.no_grad()
-    def _demand_causal(self, head: bool | str) -> None:
+    def _check_causal(self, head: bool) -> None:
         """ModelError where the next token is to be predicted, and the first of some tokens depends on later ones."""
         if not head or self.mask_token is not None:
             return
@@ -124,7 +114,7 @@ class LanguageModel:
                 "see later ones; use another model, or leave --model out if it is optional"
             )
 
-    def _demand_tokens(self) -> None:
+    def _check_reads_tokens(self) -> None:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
             raise ModelError(
                 f"{self.source.name} reads no tokens: expected a causal language model, got a "
@@ -177,7 +167,7 @@ class LanguageModel:
         return self.forward(token_ids, mask).logits.float()
 
     def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
-        with self.reporting(), of_each_window(self.model, mask):
+        with self.reporting(), _rotary_of_each_window(self.model, mask):
             return self.model(
                 input_ids=moved(token_ids, self.device),
                 attention_mask=moved(mask, self.device),
@@ -221,6 +211,48 @@ class LanguageModel:
             if before & own.keys():  # else attention reads the stream itself, as in OLMo 2
                 norms += [norm for name, norm in own.items() if name in before | after]
         return weights_read(norms)
+
+
+def _rotary_of_each_window(model: nn.Module, mask: Tensor) -> AbstractContextManager[None]:
+    """While open, rotary embeddings that depend on the longest window of a batch, and on passes before (dynamic NTK,
+    longrope), are in each window, of the tokens where the mask is not 0, those of its own length."""
+    lengths = mask.sum(1).tolist()
+    return calling(
+        {
+            module: partial(_embedded, module, lengths)
+            for module in model.modules()  # of several kinds of layers, rope_type is a mapping
+            if re.search("dynamic|longrope", str(getattr(module, "rope_type", "")))
+        }
+    )
+
+
+def _embedded(
+    module: Any, lengths: list[int], x: Tensor, position_ids: Tensor, *args: Any, **more: Any
+) -> tuple[Tensor, ...]:
+    parts = []
+    for row, length in enumerate(lengths):
+        positions = position_ids[row % len(position_ids), None].clamp(max=length - 1)
+        fresh = type(module)(module.config).to(x.device)  # which knows no lengths of earlier passes
+        parts.append(fresh(x[:1], positions, *args, **more))
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+@contextmanager
+def _loading(source: ModelSource) -> Iterator[None]:
+    """While open, transformers says nothing, and its errors are explained."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
+    logging.disable_progress_bar()
+    try:
+        yield
+    except SaeError:
+        raise
+    except Exception as error:  # transformers raises anything for damaged or foreign files
+        raise explained(source.name, error) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _predicts_masked(source: ModelSource) -> bool:
@@ -332,7 +364,7 @@ def modules_of(source: ModelSource) -> Modules:
         return _modules(AutoModel.from_config(config, attn_implementation="eager"), source)
 
 
-def demand_memory(source: ModelSource, device: torch.device) -> None:
+def check_memory(source: ModelSource, device: torch.device) -> None:
     """MachineError if a model's weights are larger than a device's free memory; loads none."""
     numbers = sum(parameter.numel() for parameter in modules_of(source).model.parameters())
     needed = numbers * getattr(torch, source.dtype_on(device)).itemsize

@@ -33,8 +33,8 @@ from transformers.utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     cached_file,
+    find_adapter_config_file,
 )
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..base.devices import multiplies_bf16
 from ..base.errors import ConfigError, ModelError, causes, one_line
@@ -80,9 +80,9 @@ class ModelSource:
         if self.revision is not None or self.name in BUNDLED:
             return self.revision
         if path.is_file():
-            return _kept_sha256(path)
+            return _cached_sha256(path)
         files = [file for file in path.iterdir() if file.is_file() and not UNREAD.search(file.name)]
-        return hash_request({file.name: _kept_sha256(file) for file in files})
+        return hash_request({file.name: _cached_sha256(file) for file in files})
 
     @property
     def id(self) -> str:
@@ -184,7 +184,7 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
     return ModelSource(name, location, None, _config(name, location), dated)
 
 
-def demand_here(spec: str) -> None:
+def check_downloaded(spec: str) -> None:
     """ModelError if a model, named as in `ModelSource.spec`, is gone or would have to be downloaded."""
     if spec in BUNDLED or Path(spec).exists():
         return
@@ -240,20 +240,20 @@ def _times_of(folder: Path) -> str:
     )
 
 
-def _kept_sha256(path: Path) -> str:
+def _cached_sha256(path: Path) -> str:
     """`file_sha256`; of a large file it is kept in the user's cache until the file changes."""
     stamp = path.stat()
     times = [stamp.st_mtime_ns, stamp.st_ctime_ns]
     key = hash_request({"file": [str(path.resolve()), stamp.st_ino, stamp.st_size, *times]})
-    kept = Path(HF_HOME, "saecli", key)
+    cache = Path(HF_HOME, "saecli", key)
     if stamp.st_size < LARGE:
         return file_sha256(path)
     with suppress(OSError):
-        return kept.read_text()
+        return cache.read_text()
     digest = file_sha256(path)
     with suppress(OSError):  # of a cache that cannot be written
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with appearing_whole(kept) as temporary:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with appearing_whole(cache) as temporary:
             temporary.write_text(digest)
     return digest
 

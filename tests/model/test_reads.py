@@ -9,7 +9,7 @@ from tiny_models import loaded, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from saecli.model.reads import weights_read
+from saecli.model.blocks import weights_read
 from saecli.store.origin import HookPoint
 
 NORMS = {
