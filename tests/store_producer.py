@@ -27,8 +27,7 @@ from storing import make_meta
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import load_command
-from saecli.store.schema import rank_folder
-from saecli.store.values import Windows
+from saecli.store.blocks import RowBlock, Windows
 from saecli.store.writer import StoreWriter, ranked_store
 
 BLOCKS = 60
@@ -39,7 +38,7 @@ META = make_meta(D_IN, "bfloat16", columns=("document", "position"), windows=Tru
 HERE = Path(__file__).parent
 
 
-def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict, Windows]]:
+def blocks(since: dict | None) -> Iterator[tuple[dict, RowBlock]]:
     """Blocks of 0 to 40 rows, some not finite, with what was dropped, and windows; a function of the block's number
     alone."""
     for number in range(since["block"] if since else 0, BLOCKS):
@@ -49,7 +48,7 @@ def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict, W
         rows[rng.random(count) < 0.1, 3] = np.nan
         columns = {"document": np.full(count, number), "position": np.arange(count)}
         dropped = {"special": rng.integers(0, count + 1, rng.integers(0, 3))}
-        yield {"block": number}, rows, columns, dropped, windows_of(count, number)
+        yield {"block": number}, RowBlock(rows, columns, dropped, windows_of(count, number))
 
 
 def windows_of(rows: int, number: int) -> Windows:
@@ -64,11 +63,11 @@ def windows_of(rows: int, number: int) -> Windows:
 def write(path: Path, limit: int | None = None) -> None:
     """Write the store, from its beginning or from where it was interrupted."""
     with StoreWriter.open(path, META, limit=limit) as writer:
-        for cursor, rows, columns, dropped, windows in blocks(writer.cursor):
+        for cursor, block in blocks(writer.cursor):
             if writer.full:
                 break
             sys.audit("store_producer.block")
-            writer.append(rows, columns, cursor, dropped, windows=windows)
+            writer.append(block, cursor)
         writer.finish()
 
 
@@ -84,14 +83,14 @@ def write_ranks(path: Path, stop: int | None = None) -> None:
     ranks = len(RANK_ROWS)
     with ranked_store(path, replace(RANK_META, ranks=ranks)):
         for rank, limit in enumerate(RANK_ROWS):
-            folder = rank_folder(path, rank)
-            with StoreWriter.open(folder, RANK_META, limit=limit, is_part=True) as writer:
+            with StoreWriter.open(path, RANK_META, limit=limit, rank=rank) as writer:
                 number = writer.cursor["block"] if writer.cursor else 0
                 while not writer.full and (stop is None or number < stop):
                     documents = rank + ranks * (5 * number + np.arange(5))
                     rows = documents[:, None] * np.array([1, 0, 0], np.float32)
                     dropped = {"special": np.zeros(2, int)}
-                    writer.append(rows, {"document": documents}, {"block": number}, dropped)
+                    block = RowBlock(rows, {"document": documents}, dropped)
+                    writer.append(block, {"block": number})
                     number += 1
                 if stop is None:
                     writer.finish()

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saecli.store.blocks import RowBlock, Windows
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.values import Windows
 from saecli.store.writer import StoreWriter
 
 
@@ -66,7 +66,7 @@ def make_store(
         for start in range(0, len(rows), block):
             part = slice(start, start + block)
             own = {name: column[part] for name, column in columns.items()}
-            writer.append(rows[part], own, {"row": start}, windows=windows)
+            writer.append(RowBlock(rows[part], own, windows=windows), {"row": start})
         writer.finish()
     return ActivationStore.open(path)
 

@@ -22,11 +22,11 @@ from ..base.processes import ALONE, Communicator, communicator
 from ..base.words import counted
 from ..model.choice import ModelLike
 from ..model.windows import CPU_TOKENS, pass_tokens
+from ..store.blocks import Admission
 from ..store.opening import note_when_stopped, warn_of, warn_of_nonfinite
 from ..store.origin import HookPoint, last_layer
 from ..store.reader import ActivationStore
-from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
-from ..store.shard_writer import Admission
+from ..store.schema import StoreMeta, read_meta, rows_per_shard
 from ..store.values import DTYPES
 from ..store.writer import StoreWriter, no_rows, ranked_store
 from .chats import REPEATED, Chats
@@ -334,10 +334,10 @@ def write_stores(extraction: Extraction) -> None:
         writers = {
             request.point: opened.enter_context(
                 StoreWriter.open(
-                    rank_folder(request.folder, processes.rank) if several else request.folder,
+                    request.folder,
                     metas[request.point],
                     limit=extraction.rows,
-                    is_part=several,
+                    rank=processes.rank if several else None,
                 )
             )
             for request in requests

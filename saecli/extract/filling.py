@@ -19,6 +19,7 @@ from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
 from ..base.processes import writing_thread
 from ..model.windows import padded
+from ..store.blocks import RowBlock
 from ..store.origin import HookPoint
 from ..store.values import TextWindow
 from ..store.writer import StoreWriter
@@ -208,12 +209,14 @@ def fill(
             verdicts = np.max(of_each, axis=0)
         for point, writer in writers.items():
             if needs(point, block):
-                columns = {name: block.columns[name] for name in writer.meta.columns}
                 nothing = np.empty((0, writer.meta.d_in), np.float32)
-                windows = block.windows if writer.meta.windows else None
-                at, counts = block.cursor.to_json(), block.before
-                own = activations.get(point, nothing)
-                writer.append(own, columns, at, counts, windows, verdicts)
+                rows = RowBlock(
+                    rows=activations.get(point, nothing),
+                    columns={name: block.columns[name] for name in writer.meta.columns},
+                    dropped=block.before,
+                    windows=block.windows if writer.meta.windows else None,
+                )
+                writer.append(rows, block.cursor.to_json(), verdicts)
                 check_some_stored(writer.rows, writer.meta.dtype, block.offered)
 
     with (

@@ -15,9 +15,9 @@ from ..base.files import expanded
 from ..base.home import Home
 from ..base.processes import ALONE
 from ..model.names import TINY_GEMMA2
+from ..store.blocks import ADMITTED, Admission
 from ..store.origin import Origin, last_layer
 from ..store.schema import StoreMeta
-from ..store.shard_writer import ADMITTED, Admission
 from .extraction import Extraction
 from .filling import ahead, check_some_stored
 from .options import ExtractConfig

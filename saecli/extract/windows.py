@@ -20,7 +20,7 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from ..model.tokenizer import affixes, special_ids, text_ids
-from ..store.values import Windows
+from ..store.blocks import Windows
 from .chats import ASSISTANT, Conversation
 from .texts import Document, Mark
 

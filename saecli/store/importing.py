@@ -17,6 +17,7 @@ from ..base.processes import writing_thread
 from ..base.words import counted, flag_of, printable, size_words
 from .array_files import Files, open_array
 from .arrays import ArraySource
+from .blocks import RowBlock
 from .opening import DERIVED, finished_store, note_when_stopped, warn_of_nonfinite
 from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
@@ -247,7 +248,9 @@ def _stored(
             dropped = {"masked": before[~unmasked], "all_zero": before[unmasked & ~kept]}
             if not kept.all():
                 values = {name: column[kept] for name, column in values.items()}
-            pool.submit(writer.append, values["rows"], values, cursor, dropped).result()
+            columns = {name: values[name] for name in meta.row_values}
+            block = RowBlock(values["rows"], columns, dropped)
+            pool.submit(writer.append, block, cursor).result()
             show(writer.rows)
         writer.finish()
     if zeros and not drop_zeros:

@@ -26,8 +26,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER
+from .blocks import WINDOW_DTYPES, WINDOWS, Windows
 from .schema import CHUNK_CHECKSUMS, SHARDS, STATISTICS, ShardRecord, StoreMeta
-from .values import CODES, DTYPES, WINDOW_DTYPES, WINDOWS, Spread, Windows, stacked
+from .values import CODES, DTYPES, Spread, stacked
 
 if TYPE_CHECKING:
     import h5py

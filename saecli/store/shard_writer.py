@@ -1,4 +1,4 @@
-"""The rows that a store admits, and writing one shard of them.
+"""Writing one shard.
 
 HDF5 writes into memory, as on a full disk it can crash the process: all but the activations, for which it leaves a gap.
 Activations and the rest go to disk by plain writes, whose failure is an OSError.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from ..base.files import make_folder, partial_path, settle
+from .blocks import RowBlock, Windows
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
 from .shard import frame_checksum
 from .values import (
@@ -28,7 +28,6 @@ from .values import (
     Column,
     Norms,
     Spread,
-    Windows,
     codes_datasets,
     row_norms,
     stacked,
@@ -38,38 +37,6 @@ if TYPE_CHECKING:
     import h5py
 
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
-
-
-ADMITTED, NONFINITE, HIGH_NORM = range(3)  # verdicts, one uint8 per row
-REASONS = {"nonfinite": NONFINITE, "high_norm": HIGH_NORM}
-
-Columns = Mapping[str, Column]
-
-
-class Admission:
-    """Drops rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times the median of
-    the first block that has a finite row."""
-
-    def __init__(self, meta: StoreMeta) -> None:
-        self._meta = meta
-        self.median = meta.median_norm
-
-    def verdicts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows, (R, D), as stored, and the verdict on each, (R,); sets the median if it is needed and not yet known."""
-        multiple, dtype, stored = self._meta.max_norm_multiple, DTYPES[self._meta.dtype], rows
-        if rows.dtype != dtype.storage:
-            with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
-                rows = rows.astype(np.float32, copy=False)
-            stored = dtype.encode_rows(rows)
-        finite = dtype.keeps(stored)
-        verdicts = np.where(finite, np.uint8(ADMITTED), np.uint8(NONFINITE))
-        if multiple is not None and finite.any():
-            kept = rows[finite]
-            norms = row_norms(kept if kept.dtype.kind == "f" else dtype.decode_rows(kept))
-            if self.median is None:
-                self.median = float(np.median(norms))
-            verdicts[np.flatnonzero(finite)[norms > multiple * self.median]] = HIGH_NORM
-        return stored, verdicts
 
 
 class ShardWriter:
@@ -88,6 +55,7 @@ class ShardWriter:
         self._filled = 0  # rows of the chunk being gathered
         self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
         self._windows: list[Windows] = []
+        self._starts: list[int] = []  # the row of the shard at which each block starts
         self._checksums: list[int] = []  # per chunk
         self._start = _image(_AroundGap(), meta, 1)[1]
         self._end = self._start
@@ -98,18 +66,18 @@ class ShardWriter:
     def count(self, column: str, value: int) -> int:
         return sum(int(np.sum(part == value)) for part in self._columns[column])
 
-    def append(
-        self, rows: np.ndarray, columns: Mapping[str, Column], windows: Windows | None = None
-    ) -> None:
-        """Append rows, and the windows whose first row is one of them, by its number within the shard."""
-        if windows is not None:
-            self._windows.append(windows)
+    def append(self, block: RowBlock) -> None:
+        """Append the rows of a block, as stored."""
+        if block.windows is not None:
+            self._windows.append(block.windows)
+            self._starts.append(self.rows)
         for name, parts in self._columns.items():
-            column = columns[name]
+            column = block.columns[name]
             parts.append(
                 column.astype(COLUMNS[name]) if isinstance(column, np.ndarray) else column.copy()
             )
-        self.rows += len(rows)
+        self.rows += len(block)
+        rows = block.rows
         while len(rows):
             room = len(self._chunk) - self._filled
             taken, rows = rows[:room], rows[room:]
@@ -155,7 +123,7 @@ class ShardWriter:
             datasets |= codes_datasets(column) if name == CODES else {name: column}
         datasets[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
         if self._meta.windows:
-            datasets |= Windows.joined(self._windows).datasets()
+            datasets |= Windows.concatenated(self._windows, self._starts).datasets()
         datasets[f"{STATISTICS}/mean"] = self._spread.mean
         datasets[f"{STATISTICS}/scatter"] = self._spread.scatter
         return datasets

@@ -1,9 +1,9 @@
-"""Values of rows: stored types (float32, float16, bfloat16), true codes in CSR form, windows of tokens, statistics.
+"""Values of rows: stored types (float32, float16, bfloat16), true codes in CSR form, statistics.
 
-Legend: R rows, D = d_in, n entries or tokens, G features, W windows.
+Legend: R rows, D = d_in, G features.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
@@ -80,9 +80,6 @@ class TextWindow(NamedTuple):
 
 CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form
 
-WINDOWS = "windows"  # the group of a shard
-WINDOW_DTYPES = {"offset": "<i8", "first": "<i8", "token_id": "<i4", "stored": "u1"}
-
 Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of R rows, (R, G)
 
 
@@ -101,69 +98,6 @@ def stacked(parts: Sequence[Column]) -> Any:
     from scipy.sparse import vstack  # `sae list` need not wait for it
 
     return vstack(parts, format="csr")
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The windows of tokens that rows came from, in stored order; token j of window i is at `offset[i] + j`. A window's
-    rows follow each other, perhaps over several shards; the shard of the first keeps it.
-    """
-
-    offset: np.ndarray  # (W + 1,) from 0
-    first: np.ndarray  # (W,) number of its first row, within the block or the shard
-    token_id: np.ndarray  # (n,)
-    stored: np.ndarray  # (n,) bool, the tokens whose activations are rows
-
-    @classmethod
-    def of(cls, lengths: np.ndarray, token_ids: np.ndarray, stored: np.ndarray) -> Self:
-        """The windows of a block, from the tokens of each, all tokens, and which of them are rows."""
-        offset = np.concatenate([[0], np.cumsum(lengths)])
-        before = np.concatenate([[0], np.cumsum(stored)])
-        return cls(offset, before[offset[:-1]], token_ids, stored)
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """(W,) rows of each window."""
-        before = np.concatenate([[0], np.cumsum(self.stored)])
-        return np.diff(before[self.offset])
-
-    def admitted(self, kept: np.ndarray, end: int) -> Self:
-        """The windows if, of all rows, only the first `end` of those `kept`, (R,) bool, are stored."""
-        stored = self.stored.copy()
-        stored[self.stored] = kept & (np.cumsum(kept) <= end)
-        return type(self).of(np.diff(self.offset), self.token_id, stored)
-
-    def part(self, begin: int, stop: int, at: int) -> Self:
-        """The windows whose first row is from `begin` to before `stop`, if `begin` is numbered `at`."""
-        own = (self.rows > 0) & (self.first >= begin) & (self.first < stop)
-        tokens = np.repeat(own, np.diff(self.offset))
-        offset = np.concatenate([[0], np.cumsum(np.diff(self.offset)[own])])
-        first = self.first[own] + (at - begin)
-        return type(self)(offset, first, self.token_id[tokens], self.stored[tokens])
-
-    @classmethod
-    def joined(cls, parts: list[Self]) -> Self:
-        lengths = np.concatenate([[0], *(np.diff(part.offset) for part in parts)])
-        first, token_id, stored = (
-            np.concatenate([np.empty(0, np.int64), *(getattr(part, name) for part in parts)])
-            for name in ("first", "token_id", "stored")
-        )
-        return cls(np.cumsum(lengths), first, token_id, stored)
-
-    def datasets(self) -> dict[str, np.ndarray]:
-        """A shard's datasets of these windows, by name."""
-        return {
-            f"{WINDOWS}/{name}": getattr(self, name).astype(kind)
-            for name, kind in WINDOW_DTYPES.items()
-        }
-
-    def each(self) -> Iterator[TextWindow]:
-        """Each window as views."""
-        for begin, end in zip(self.offset[:-1].tolist(), self.offset[1:].tolist(), strict=True):
-            yield TextWindow(self.token_id[begin:end], self.stored[begin:end])
 
 
 @dataclass(frozen=True)

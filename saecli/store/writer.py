@@ -23,6 +23,7 @@ from ..base.files import lock_folder
 from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from ..base.processes import signals_deferred
+from .blocks import Admission, RowBlock
 from .schema import (
     MOST,
     SHARD_LIST,
@@ -33,13 +34,13 @@ from .schema import (
     StoreMeta,
     list_shard,
     list_shards,
+    rank_folder,
     read_meta,
     shard_name,
     write_meta,
 )
 from .shard import Shard
-from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
-from .values import Windows
+from .shard_writer import ShardWriter
 
 SHARD_SECONDS = 60.0  # of work that a kill may lose
 
@@ -50,8 +51,8 @@ class StoreWriter:
     A producer yields deterministic blocks, each at a cursor, a JSON object from which it can yield that block again:
 
         with StoreWriter.open(path, meta) as writer:
-            for cursor, rows, columns, dropped in produce(since=writer.cursor):
-                writer.append(rows, columns, cursor, dropped)
+            for cursor, block in produce(since=writer.cursor):
+                writer.append(block, cursor)
                 if writer.full:
                     break
             meta = writer.finish()
@@ -60,12 +61,14 @@ class StoreWriter:
     chunk, once it is `SHARD_SECONDS` old, and where the `with` is left without `finish`, unless `append` has failed.
     """
 
-    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, is_part: bool) -> None:
-        self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
+    def __init__(
+        self, path: Path, meta: StoreMeta, lock: int, limit: int, rank: int | None
+    ) -> None:
+        self.path, self.meta, self._lock, self._rank = path, meta, lock, rank
         self.admission = Admission(meta)
         self._limit = limit
         self._shard: ShardWriter | None = None
-        self._begun = 0.0  # when the shard was
+        self._started = 0.0  # when the shard was
         self._is_torn = False  # whether a block, or a shard, is stored in part
         # Until the first block has come again.
         self._resume = meta.resume
@@ -76,10 +79,13 @@ class StoreWriter:
 
     @classmethod
     def open(
-        cls, path: Path, meta: StoreMeta, *, limit: int | None = None, is_part: bool = False
+        cls, path: Path, meta: StoreMeta, *, limit: int | None = None, rank: int | None = None
     ) -> Self:
         """Begin a store of at most `limit` rows, or resume it; StoreError if another process is writing it, it holds
-        something else, or a shard is missing or damaged. As a rank's part of a store it may end without rows."""
+        something else, or a shard is missing or damaged. With a `rank`, that rank's part, which may end without rows,
+        of the joint store at `path`."""
+        if rank is not None:
+            path = rank_folder(path, rank)
         lock, stored = claim(path, meta)
         try:
             if not stored.complete:
@@ -87,7 +93,7 @@ class StoreWriter:
                     shard.layout()
                 with _reporting(path, stored.rows):
                     list_shards(path, stored.shards)
-            return cls(path, stored, lock, MOST if limit is None else limit, is_part)
+            return cls(path, stored, lock, MOST if limit is None else limit, rank)
         except BaseException:
             os.close(lock)
             raise
@@ -120,52 +126,33 @@ class StoreWriter:
         return self.meta.complete or (self._resume is None and self.rows >= self._limit)
 
     def append(
-        self,
-        activations: np.ndarray,
-        columns: Columns,
-        cursor: dict[str, Any],
-        dropped: Mapping[str, np.ndarray] | None = None,
-        windows: Windows | None = None,
-        verdicts: np.ndarray | None = None,
+        self, block: RowBlock, cursor: dict[str, Any], verdicts: np.ndarray | None = None
     ) -> None:
-        """Append one block, without the rows that `Admission` drops.
+        """Append one block, without the rows that `Admission` drops; after the last row of the store none is counted.
 
         Args:
-            activations: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
-            columns: (R,) integers for each of the store's columns, and true codes if it has them.
-            dropped: for each row that the producer itself dropped, by reason, the number of the block's rows before it,
-                (n,); after the last row of the store none is counted.
-            windows: the windows of the block's rows, of a store that keeps them.
             verdicts: on rows as stored, (R,), in place of those of `admission`.
 
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
         """
-        rows = activations
         if verdicts is None:
-            rows, verdicts = self.admission.verdicts(activations)
-        admitted = np.flatnonzero(verdicts == ADMITTED)
+            rows, verdicts = self.admission.verdicts(block.rows)
+            block = replace(block, rows=rows)
         cursor = json.loads(json.dumps(cursor))
-        begin, room = self._stored_already(cursor, len(admitted)), self._limit - self.rows
-        end = min(len(admitted), begin + max(0, room))
-        counted = len(rows) + 1
-        if end - begin >= room:  # the store is full: nothing counts after its last row
-            counted = int(admitted[end - 1]) + 1 if end else 0
+        block = block.admitted(verdicts)
+        begin = self._stored_already(cursor, len(block))
+        block = block.up_to(begin + max(0, self._limit - self.rows))
         self._ended += self._current
-        self._current = _counts(verdicts[:counted], dropped or {}, counted)
-        if len(admitted) < len(rows):
-            rows = rows[admitted]
-            columns = {name: columns[name][admitted] for name in self.meta.row_values}
-        if windows is not None:
-            windows = windows.admitted(verdicts == ADMITTED, end)
+        self._current = block.counts()
         self._is_torn = True
-        while begin < end:
+        while begin < len(block):
             with _reporting(self.path, self._stored):
-                begin = self._store(rows, columns, windows, cursor, begin, end)
+                begin = self._store(block, begin, cursor)
         self._is_torn = False
 
     def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
-        """Rows of a block of so many that were stored before an interruption."""
+        """Rows of a block of `rows` that were stored before an interruption."""
         if self._resume is None:
             return 0
         skip = self._resume.skip
@@ -174,30 +161,18 @@ class StoreWriter:
         self._resume = None
         return skip
 
-    def _store(
-        self,
-        rows: np.ndarray,
-        columns: Columns,
-        windows: Windows | None,
-        cursor: dict[str, Any],
-        begin: int,
-        end: int,
-    ) -> int:
-        """Write rows of a block, `begin` to `end` or the end of the shard, into it; the number of the next."""
+    def _store(self, block: RowBlock, begin: int, cursor: dict[str, Any]) -> int:
+        """Write a block's rows from `begin` to its end, or the end of the shard; the number of the next."""
         if self._shard is None:
             path = self.path / SHARDS / shard_name(len(self.meta.shards))
-            self._shard, self._begun = ShardWriter(path, self.meta), time.monotonic()
+            self._shard, self._started = ShardWriter(path, self.meta), time.monotonic()
         room = self.meta.shard_rows - self._shard.rows
-        if time.monotonic() - self._begun > SHARD_SECONDS:
+        if time.monotonic() - self._started > SHARD_SECONDS:
             # Whole chunks, so that batches of the store do not depend on how fast it was made.
             chunk = self.meta.chunk_rows
             room = min(room, chunk - self._shard.rows % chunk)
-        stop = min(end, begin + room)
-        self._shard.append(
-            rows[begin:stop],
-            {name: columns[name][begin:stop] for name in self.meta.row_values},
-            None if windows is None else windows.part(begin, stop, self._shard.rows),
-        )
+        stop = min(len(block), begin + room)
+        self._shard.append(block.between(begin, stop))
         self._last = Resume(cursor, stop)
         if stop - begin == room:
             self._write(self._commit())
@@ -210,7 +185,7 @@ class StoreWriter:
         if self._resume is not None and self._resume.skip:
             raise self._differs("nothing")
         self._ended, self._current = self._ended + self._current, Counter()
-        if not self.rows and not self._is_part:
+        if not self.rows and self._rank is None:
             raise no_rows(self.path, self._ended)
         with signals_deferred(), _reporting(self.path, self._stored):
             # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
@@ -264,13 +239,6 @@ class StoreWriter:
             f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and make it "
             "again"
         )
-
-
-def _counts(verdicts: np.ndarray, dropped: Mapping[str, np.ndarray], rows: int) -> Counter[str]:
-    """The number of rows dropped, by reason, of those with fewer than `rows` of the block's rows before them."""
-    counts = {name: int((before < rows).sum()) for name, before in dropped.items()}
-    counts |= {name: int((verdicts == verdict).sum()) for name, verdict in REASONS.items()}
-    return Counter({name: count for name, count in counts.items() if count})
 
 
 def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:

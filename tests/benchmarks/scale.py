@@ -32,10 +32,10 @@ from saecli.sae.activations.base import between
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 from saecli.sae.library import find_subject
+from saecli.store.blocks import RowBlock, Windows
 from saecli.store.origin import Origin
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.values import Windows
 from saecli.store.writer import StoreWriter
 from saecli.train import through
 from saecli.train.listing import list_home, removable, remove
@@ -77,8 +77,8 @@ def make_store(path: Path, shards: int, rows: int = 1) -> list[float]:
     with StoreWriter.open(path, meta) as writer:
         for number in range(shards):
             block = np.full((rows, D_IN), number, np.float32)
-            columns = {"document": np.full(rows, number)}
-            costs.append(cpu(writer.append, block, columns, {"row": number * rows}))
+            block = RowBlock(block, {"document": np.full(rows, number)})
+            costs.append(cpu(writer.append, block, {"row": number * rows}))
         writer.finish()
     return costs
 
@@ -189,7 +189,7 @@ def of_latents(count: int) -> Costs:
         windows = Windows.of(lengths, columns["token_id"], np.ones(rows, bool))
         with StoreWriter.open(home / "activations" / "s", meta) as writer:
             block = rng.standard_normal((rows, D_IN), np.float32)
-            writer.append(block, columns, {"row": 0}, None, windows)
+            writer.append(RowBlock(block, columns, windows=windows), {"row": 0})
             writer.finish()
         make_runs(home, 1, count)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -25,9 +25,10 @@ from storing import (
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from saecli.base.errors import StoreError
+from saecli.store.blocks import RowBlock, Windows
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import COLUMNS, StoreMeta
-from saecli.store.values import DTYPES, Windows
+from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
 
 ROWS = np.random.default_rng(0).standard_normal((250, 4), np.float32)
@@ -176,13 +177,13 @@ def test_a_store_of_an_older_saecli_is_opened_and_gone_on_with(tmp_path):
     assert old["meta"] == expected["meta"]
     np.testing.assert_array_equal(old["rows"], expected["rows"])
     with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
-        writer.append(ROWS[:130], {}, {"row": 0})
+        writer.append(RowBlock(ROWS[:130]), {"row": 0})
     as_version_3(tmp_path / "begun")
     assert ActivationStore.open(tmp_path / "begun").rows == 130
     with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
         assert writer.cursor == {"row": 0}
-        writer.append(ROWS[:130], {}, {"row": 0})
-        writer.append(ROWS[130:], {}, {"row": 130})
+        writer.append(RowBlock(ROWS[:130]), {"row": 0})
+        writer.append(RowBlock(ROWS[130:]), {"row": 130})
         writer.finish()
     got = stored_contents(tmp_path / "begun")
     np.testing.assert_array_equal(got["rows"], ROWS)
@@ -213,12 +214,8 @@ def written(tmp_path: Path) -> Path:
     rows[8] *= 100
     meta = StoreMeta({"kind": "array"}, "request", "bfloat16", 4, 6, 4, ("document", "role"), 10.0)
     with StoreWriter.open(tmp_path / "s", meta) as writer:
-        writer.append(
-            rows,
-            {"document": np.arange(10) // 2, "role": np.arange(10) % 3},
-            {"row": 0},
-            {"special": np.array([0, 5])},
-        )
+        columns = {"document": np.arange(10) // 2, "role": np.arange(10) % 3}
+        writer.append(RowBlock(rows, columns, {"special": np.array([0, 5])}), {"row": 0})
         writer.finish()
     return tmp_path / "s"
 
@@ -275,7 +272,8 @@ def test_a_shard_with_any_number_of_columns_is_whole(tmp_path, columns, windows)
     kept = np.ones(10, bool)
     with StoreWriter.open(tmp_path / "s", meta) as writer:
         tokens = Windows.of(np.array([7, 3]), np.arange(10), kept) if windows else None
-        writer.append(np.ones((10, 4), np.float32), values, {"row": 0}, None, tokens)
+        block = RowBlock(np.ones((10, 4), np.float32), values, windows=tokens)
+        writer.append(block, {"row": 0})
         writer.finish()
     store = ActivationStore.open(tmp_path / "s")
     assert store.verify() == []

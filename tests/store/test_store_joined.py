@@ -16,6 +16,7 @@ from storing import collect, make_meta, make_store, memory_folder, stored_conten
 
 from saecli.base.errors import ConfigError, StoreError
 from saecli.base.home import Home
+from saecli.store.blocks import RowBlock
 from saecli.store.joined import Joined
 from saecli.store.reader import ActivationStore, JoinedRows
 from saecli.store.schema import StoreMeta, rank_folder, read_meta, write_meta
@@ -168,7 +169,8 @@ def test_another_number_of_processes_is_refused(tmp_path: Path):
     with pytest.raises(StoreError, match=refused.format(4, 1)):
         StoreWriter.open(several, META)
     with suppress(KeyboardInterrupt), StoreWriter.open(alone, META) as writer:
-        writer.append(np.ones((8, 3), np.float32), {"document": np.arange(8)}, {"block": 0})
+        block = RowBlock(np.ones((8, 3), np.float32), {"document": np.arange(8)})
+        writer.append(block, {"block": 0})
         raise KeyboardInterrupt
     with pytest.raises(StoreError, match=refused.format(1, 4)), ranked_store(alone, of_ranks(4)):
         pass
@@ -185,7 +187,7 @@ def test_a_second_command_is_refused_and_a_store_without_rows_unfinished(tmp_pat
         with pytest.raises(StoreError, match="another process is writing it"):
             StoreWriter.open(tmp_path / "s", META)
         for rank in range(4):
-            with StoreWriter.open(rank_folder(tmp_path / "s", rank), META, is_part=True) as writer:
+            with StoreWriter.open(tmp_path / "s", META, rank=rank) as writer:
                 writer.finish()
     assert not read_meta(tmp_path / "s").complete
 
@@ -209,10 +211,10 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
         with ranked_store(folder / "s", replace(meta, ranks=len(counts))):
             for rank, count in enumerate(counts):
                 numbers = sum(counts[:rank]) + np.arange(count)
-                part = rank_folder(folder / "s", rank)
-                with StoreWriter.open(part, meta, is_part=True) as writer:
+                with StoreWriter.open(folder / "s", meta, rank=rank) as writer:
                     rows = numbers[:, None] * np.ones(2, np.float32)
-                    writer.append(rows, dict.fromkeys(columns, numbers), {"row": 0})
+                    block = RowBlock(rows, dict.fromkeys(columns, numbers))
+                    writer.append(block, {"row": 0})
                     writer.finish()
         store = ActivationStore.open(folder / "s")
         patch.setattr("saecli.store.split.RUN_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))

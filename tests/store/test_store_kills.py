@@ -11,6 +11,7 @@ from power_cut import restore
 from storing import collect, make_meta, make_store, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
+from saecli.store.blocks import RowBlock
 from saecli.store.opening import finished_store
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import write_meta
@@ -140,15 +141,16 @@ def test_a_block_that_failed_part_way_is_not_kept(tmp_path, monkeypatch):
         pytest.raises(KeyError),
         StoreWriter.open(tmp_path / "s", meta) as writer,
     ):
-        writer.append(np.ones((3, 4), np.float32), {"document": np.arange(3)}, {"row": 0})
-        writer.append(np.ones((3, 4), np.float32), {}, {"row": 3})
+        rows = np.ones((3, 4), np.float32)
+        writer.append(RowBlock(rows, {"document": np.arange(3)}), {"row": 0})
+        writer.append(RowBlock(rows), {"row": 3})
     assert ActivationStore.open(tmp_path / "s").rows == 0
     assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_a_second_writer_is_refused(tmp_path, produce):
     with StoreWriter.open(tmp_path / "s", make_meta(store_producer.D_IN)) as writer:
-        writer.append(np.ones((3, store_producer.D_IN), np.float32), {}, {})
+        writer.append(RowBlock(np.ones((3, store_producer.D_IN), np.float32)), {})
         assert "another process is writing it" in produce(tmp_path / "s")[1]
         with pytest.raises(StoreError, match="another process is writing it; wait for that one"):
             StoreWriter.open(tmp_path / "s", make_meta(store_producer.D_IN))
@@ -180,7 +182,7 @@ def test_a_store_that_was_stopped_without_a_row_gives_its_name_to_another(tmp_pa
     for path in (tmp_path / "s", tmp_path / "t"):
         assert finished_store(path, "another") is None
         with StoreWriter.open(path, wanted) as writer:
-            writer.append(rows, {}, {"row": 0})
+            writer.append(RowBlock(rows), {"row": 0})
             writer.finish()
         assert {file.name for file in path.iterdir()} == {
             ".lock",
@@ -201,12 +203,12 @@ def test_a_source_that_changed_is_refused(tmp_path):
     ):
         with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
             if writer.cursor is None:
-                writer.append(rows, {}, {"row": 0})
+                writer.append(RowBlock(rows), {"row": 0})
         with (
             StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
             pytest.raises(StoreError, match=said),
         ):
-            writer.append(block, {}, cursor)
+            writer.append(RowBlock(block), cursor)
     with (
         StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
         pytest.raises(StoreError, match="got nothing; the source has changed"),
@@ -216,7 +218,7 @@ def test_a_source_that_changed_is_refused(tmp_path):
 
 def test_a_store_with_a_damaged_shard_is_not_resumed(tmp_path):
     with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
-        writer.append(np.ones((250, 4), np.float32), {}, {"row": 0})
+        writer.append(RowBlock(np.ones((250, 4), np.float32)), {"row": 0})
     (tmp_path / "s" / "shards" / "00000.h5").write_bytes(b"x" * 10_000)
     with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
         StoreWriter.open(tmp_path / "s", make_meta(4))

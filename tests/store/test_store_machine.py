@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
+from saecli.store.blocks import RowBlock
 from saecli.store.reader import ActivationStore
 from saecli.store.split import Part, is_test
 from saecli.store.values import DTYPES
@@ -73,7 +74,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def append_to(self, writer: StoreWriter, number: int) -> None:
         rows, documents, dropped = block(number)
-        writer.append(rows, dict.fromkeys(self.columns, documents), {"block": number}, dropped)
+        columns = dict.fromkeys(self.columns, documents)
+        writer.append(RowBlock(rows, columns, dropped), {"block": number})
 
     def write_rest(self, writer: StoreWriter, number: int) -> None:
         while not writer.full and number < BLOCKS:
