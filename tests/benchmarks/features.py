@@ -84,6 +84,8 @@ CELLS = {
     "docs": Cell("docs", TOPK),
     "docs-batchtopk": Cell("docs", BATCHTOPK),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
+    "docs-gated": Cell("docs", {"act": "gated", "target_l0": 16, "d_sae": 512}),
+    "docs-pursuit": Cell("docs", TOPK | {"act": "matching-pursuit"}),
     "docs-6000": Cell("docs-6000", TOPK),
     "docs-6000-batchtopk": Cell("docs-6000", BATCHTOPK),
     "code": Cell("code", TOPK),
