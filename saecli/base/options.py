@@ -170,8 +170,7 @@ def _option(shown: Shown, argument: str, kind: Any, default: Any) -> Option:
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """The arguments of a function that are options, by name. Annotations are evaluated, but for types in quotes, which
-    may be of modules that are slow to import."""
+    """The arguments of a function that are options, by name."""
     options = {}
     for name, parameter in inspect.signature(function).parameters.items():
         for note in getattr(parameter.annotation, "__metadata__", ()):
@@ -192,16 +191,18 @@ R = TypeVar("R")
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: arguments whose options have their type are checked, ConfigError if one is not
-    allowed; the docstring gets the help of all options."""
+    allowed; it runs `as_usual`; the docstring gets the help of all options."""
     signature, options = inspect.signature(function), arguments_of(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        from .devices import as_usual  # imports torch, as the function does
+
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if name in options and options[name].kind is signature.parameters[name].annotation:
                 bound.arguments[name] = options[name].checked(value)
-        return function(*bound.args, **bound.kwargs)
+        return as_usual(function)(*bound.args, **bound.kwargs)
 
     helps = [f"    {name}: {option.help}" for name, option in options.items()]
     call.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *helps])

@@ -1,29 +1,36 @@
 """The public functions that make SAEs of SAEs, see `measure.functions`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ..base.console import listening
 from ..base.files import expanded
 from ..base.home import Home
 from ..base.options import Shown, checked
-from ..measure.arguments import Data, Device, HomeLike, Out, Progress, SplicedModel, Target, Tokens
-
-if TYPE_CHECKING:
-    from ..sae.dictionary import SAE
-    from ..sae.library import SAELike
+from ..measure.arguments import (
+    SAE,
+    Data,
+    Device,
+    HomeLike,
+    Out,
+    Progress,
+    SAELike,
+    SplicedModel,
+    Target,
+    Tokens,
+)
 
 
 @checked
 def refit(
-    sae: "SAELike" = None,
+    sae: SAELike = None,
     data: Data = None,
     *,
     target: Target = None,
     device: Device = "auto",
     home: HomeLike = None,
     progress: Progress = False,
-) -> "SAE":
+) -> SAE:
     """An SAE with the exact decoder for given rows, its codes as they are; no files are written.
 
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
@@ -52,7 +59,7 @@ def refit(
 
 @checked
 def refit_run(
-    sae: "SAELike" = None,
+    sae: SAELike = None,
     data: Data = None,
     *,
     target: Target = None,
@@ -83,7 +90,7 @@ def refit_run(
 
 @checked
 def export(
-    sae: "SAELike | Sequence[SAELike]",
+    sae: SAELike | Sequence[SAELike],
     to: Annotated[
         str,
         Shown(
@@ -117,7 +124,7 @@ def export(
 
 @checked
 def push(
-    sae: "SAELike | Sequence[SAELike]",
+    sae: SAELike | Sequence[SAELike],
     repo: str,
     data: Data = None,
     *,

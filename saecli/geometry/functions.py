@@ -1,19 +1,16 @@
 """The public function of the spline's geometry, see `measure.functions`."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ..base.console import listening
 from ..base.home import Home
 from ..base.options import Count, Positive, Shown, checked
-from ..measure.arguments import Data, HomeLike, Progress, Split
-
-if TYPE_CHECKING:
-    from ..sae.library import SAELike
+from ..measure.arguments import Data, HomeLike, Progress, SAELike, Split
 
 
 @checked
 def geometry(
-    sae: "SAELike" = None,
+    sae: SAELike = None,
     data: Data = None,
     *,
     split: Split = "test",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal
 
 from annotated_types import Ge
 
@@ -12,9 +12,17 @@ from ..base.options import Count, Shown
 from ..store.origin import Site as SiteName
 
 if TYPE_CHECKING:
-    from ..model.choice import ModelLike
-    from ..train.rows import ArrayLike
-    from .measured import RowsLike
+    from ..model.choice import ModelLike as ModelLike
+    from ..sae.dictionary import SAE as SAE
+    from ..sae.library import SAELike as SAELike
+    from ..train.rows import ArrayLike as ArrayLike
+    from .measured import RowsLike as RowsLike
+else:  # of modules that are slow to import: `typing.get_type_hints` finds them there
+    ModelLike = ForwardRef("ModelLike", module="saecli.model.choice")
+    SAE = ForwardRef("SAE", module="saecli.sae.dictionary")
+    SAELike = ForwardRef("SAELike", module="saecli.sae.library")
+    ArrayLike = ForwardRef("ArrayLike", module="saecli.train.rows")
+    RowsLike = ForwardRef("RowsLike", module="saecli.measure.measured")
 
 NAMES, NUMBERS = tuple[str, ...] | None, tuple[int, ...] | None  # of options that can be repeated
 PATH: dict[str, Any] = {"metavar": "<path>"}
@@ -24,7 +32,7 @@ _SPLICED = (
 )
 
 Data = Annotated[
-    "RowsLike",
+    RowsLike,
     Shown(
         "Activation store, by name or folder; for a crosscoder several, in order.",
         kind=NAMES,
@@ -32,7 +40,7 @@ Data = Annotated[
     ),
 ]
 Target = Annotated[
-    "ArrayLike | str | None",
+    ArrayLike | str | None,
     Shown(
         "Store of a transcoder's targets.",
         kind=str | None,
@@ -45,7 +53,7 @@ Split = Annotated[
 ]
 SplicedModel = Annotated[str | None, Shown(f"{_SPLICED}.", default_words="none")]
 SplicedModels = Annotated[
-    "ModelLike | Sequence[ModelLike] | bool | None",
+    ModelLike | Sequence[ModelLike] | bool | None,
     Shown(
         f"{_SPLICED}; once for each model of a crosscoder.",
         kind=NAMES,
@@ -61,8 +69,8 @@ _MODEL = Shown(
     kind=str | None,
     default_words="the one that the run's store came from",
 )
-Model = Annotated["ModelLike | None", _MODEL]
-ModelOrNot = Annotated["ModelLike | bool | None", _MODEL]
+Model = Annotated[ModelLike | None, _MODEL]
+ModelOrNot = Annotated[ModelLike | bool | None, _MODEL]
 Layer = Annotated[
     Annotated[int, Ge(0)] | None, Shown("Read this block, from 0, if the SAE's file has none.")
 ]

@@ -4,7 +4,7 @@ allowed. Imports neither NumPy nor torch, but when a function runs: help pages a
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -26,6 +26,7 @@ from .arguments import (
     Model,
     Module,
     Progress,
+    SAELike,
     Site,
     SplicedModel,
     SplicedModels,
@@ -34,15 +35,12 @@ from .arguments import (
     Tokens,
 )
 
-if TYPE_CHECKING:
-    from ..sae.library import SAELike
-
 JUDGE = "A language model as judge"
 
 
 @checked
 def sparsity(
-    sae: "SAELike" = None,
+    sae: SAELike = None,
     data: Data = None,
     *,
     target: Target = None,
@@ -71,7 +69,7 @@ def sparsity(
 
 @checked
 def evaluate(
-    sae: "SAELike | Sequence[SAELike]" = None,
+    sae: SAELike | Sequence[SAELike] = None,
     data: Data = None,
     *,
     target: Target = None,
@@ -120,7 +118,7 @@ def evaluate(
 
 @checked
 def read(
-    sae: "SAELike",
+    sae: SAELike,
     text: str | Messages,
     model: Model = None,
     *,
@@ -190,7 +188,7 @@ def read(
 
 @checked
 def steer(
-    sae: "SAELike",
+    sae: SAELike,
     latents: Annotated[
         int | Sequence[int],
         Shown(
@@ -264,7 +262,7 @@ def steer(
 
 @checked
 def probe(
-    saes: "SAELike | Sequence[SAELike]" = None,
+    saes: SAELike | Sequence[SAELike] = None,
     *,
     model: Model = None,
     tokenizer: Any = None,
@@ -342,7 +340,7 @@ def probe(
 
 @checked
 def explain(
-    sae: "SAELike",
+    sae: SAELike,
     data: Data = None,
     *,
     target: Target = None,

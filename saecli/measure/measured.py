@@ -210,10 +210,10 @@ class ChosenRows:
                     f"{subject.name} cannot be measured on {rows.name}: expected {what} of {expected} "
                     f"dimensions, got {got}; name another store with {option}"
                 )
-        saved = replace(saved, sae=saved.sae.copy_to(device_named(self.device)))
-        if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
-            saved.sae.widths = rows.places
-        return Measured(subject, saved, rows)
+        sae = saved.sae.copy_to(device_named(self.device))
+        if rows.places and not sae.widths:  # of a crosscoder, which no other format records
+            sae = sae.with_widths(rows.places)
+        return Measured(subject, replace(saved, sae=sae), rows)
 
     def with_all(self, saes: Sequence[SAELike], of_set: bool = False) -> list[Measured]:
         """Each SAE, or the newest run if there are none; in a set each has rows of its own."""

@@ -376,6 +376,12 @@ class SAE(Dictionary):
         sae.metadata = self.metadata
         return sae
 
+    def with_widths(self, widths: Sequence[int]) -> "SAE":
+        """The same as a crosscoder of hook points of these widths."""
+        sae = self.changed()
+        sae.widths = tuple(widths)
+        return sae
+
     def without_training_parameters(self) -> "SAE":
         return self.changed(self.activation)
 

@@ -1,7 +1,7 @@
 """The public function that writes pages, see `measure.functions`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
@@ -18,17 +18,15 @@ from ..measure.arguments import (
     ModelOrNot,
     Out,
     Progress,
+    SAELike,
     Split,
     Target,
 )
 
-if TYPE_CHECKING:
-    from ..sae.library import SAELike
-
 
 @checked
 def report(
-    sae: "SAELike",
+    sae: SAELike,
     out: Out,
     data: Data = None,
     *,
