@@ -1,5 +1,6 @@
 """saecli from Python: what fits is what `sae train` fits, from a store or from memory, in silence."""
 
+import ast
 import importlib
 import inspect
 import pickle
@@ -230,3 +231,15 @@ def test_import_is_light_and_every_name_is_there_and_typed():
         assert {"return", *parameters} == get_type_hints(function).keys()
         assert pickle.loads(pickle.dumps(function)) is function
     assert (Path(saecli.__file__).parent / "py.typed").exists()
+
+
+def test_a_type_checker_knows_the_names_that_are_imported_on_first_use():
+    tree = ast.walk(ast.parse(Path(saecli.__file__).read_text()))
+    typed = {
+        alias.name: node.module
+        for node in tree
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
+        for alias in node.names
+    }
+    del typed["as_usual"]
+    assert typed == saecli._MODULES
