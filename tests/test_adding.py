@@ -103,7 +103,7 @@ from .common import SavedSAE
 def load(folder: Path) -> SavedSAE:
     with np.load(folder / "sae.npz") as held:
         tensors = {name: torch.from_numpy(held[name]) for name in held.files if name != "activation"}
-        return SavedSAE(SAE(**tensors, activation=activation_from_json(json.loads(str(held["activation"])))), {})
+        return SavedSAE(SAE(**tensors, activation=activation_from_json(json.loads(str(held["activation"])))))
 
 
 def save(saved: SavedSAE, folder: Path) -> None:

@@ -49,6 +49,11 @@ def data() -> RowsInMemory:
             "10:32a 20:32w 30:32wr 40:32 50:40al",
         ),
         (PamSgd(decoder_every=10), {"B": EYE}, "10:32ar 20:32w 30:32w 40:32 50:40wl"),
+        (
+            PamSgd(decoder_every=10),
+            {"act": MatchingPursuit(k=1)},
+            "10:32a 20:32w 30:32w 40:32 50:40wl",
+        ),
         (PamSgd(decoder_every=10, alpha=1.0), {}, "10:32 20:32 30:32r 40:32 50:40l"),
         (PamSgd(decoder_every=10, release=0.4), {}, "10:32a 20:32wr 30:32w 40:32 50:40wl"),
         (PamSgd(decoder_every=10, release=1.0), {}, "10:32a 20:32w 30:32w 40:32 50:40wl"),
@@ -59,10 +64,10 @@ def data() -> RowsInMemory:
     ],
 )
 def test_the_schedule_of_decoder_steps(config, more, expected):
-    B, steps = more.get("B"), more.get("steps", 50)
-    options = {name: value for name, value in more.items() if name not in ("B", "steps")}
+    options = {"act": Relu(), "B": None, "steps": 50} | more
+    act, B, steps = (options.pop(name) for name in ("act", "B", "steps"))
     task = task_of(ROWS.rows, steps, batches=10, sample=ROWS.x, **options)
-    initial = initial_sae(Relu(), F, Batch.of(normal(64, 2)), seed=1)
+    initial = initial_sae(act, F, Batch.of(normal(64, 2)), seed=1)
     schedule = config.build(initial, replace(task, B=B)).schedule
     assert [due.number for due in schedule.values()] == list(range(len(schedule)))
     rules = {"keep": "", "walk": "w", "anew": "a"}
@@ -129,11 +134,6 @@ def test_auto_releases_half_way_if_alpha_is_small(data, relative):
     assert released == [relative < 1 and epoch >= 2 for epoch in range(6)]
 
 
-def test_auto_holds_the_decoder_of_matching_pursuit(data):
-    solver = started(PamSgd(), data, MatchingPursuit(k=3), 6)
-    assert not any(due.release for due in solver.schedule.values())
-
-
 def test_a_release_changes_nothing_of_what_the_dictionary_computes(data):
     reconstructed = []
     for release in (0.0, 1.0):
@@ -173,14 +173,6 @@ def test_a_fixed_alpha_that_was_raised_once_is_asked_for_again(data, monkeypatch
     assert solver.solution.alpha == 15
     solve_decoder(solver, data)
     assert asked == [0.5, 0.5]
-
-
-def test_the_record_outlasts_a_checkpoint(data):
-    solver, resumed = (started(PamSgd(), data, Relu(), 4) for _ in range(2))
-    trained(solver, data, 4)
-    assert solver.notes() == []
-    resumed.restore(solver.state())
-    assert resumed.record() == solver.record()
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from saecli.base.devices import batches_on
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
 from saecli.extract.options import ExtractConfig
+from saecli.extract.plan import Selection
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
@@ -252,7 +253,7 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
     stream, _ = open_stream(
         ExtractConfig(**options),
         given=options.keys(),
-        at=(1, "mlp_out"),
+        selection=Selection.at(1, "mlp_out"),
         device="cpu",
         home=Home(sae.home),
         listener=Silent(),

@@ -203,22 +203,6 @@ def test_l1_of_the_codes_is_blind_to_the_decoder(data):
     torch.testing.assert_close(torch.cat([W_dec, b_dec[None]]), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_adams_moments_follow_revived_latents(data):
-    solver = started(PamSgd(), data, Relu(), 4)
-    solver.descend(Batch.of(data.x))
-    adam = solver.optimizer
-    before = {name: value.clone() for name, value in adam.state().items()}
-    latents = torch.arange(F) < 2
-    adam.forget(latents, ~latents, solver.dictionary.latent_dimension)
-    average = before["adam.exp_avg.W_enc"].clone()
-    average[:, :2] = 0
-    torch.testing.assert_close(adam.state()["adam.exp_avg.W_enc"], average)
-    square = before["adam.exp_avg_sq.b_enc"].clone()
-    square[:2] = square[2:].mean()
-    torch.testing.assert_close(adam.state()["adam.exp_avg_sq.b_enc"], square)
-    assert adam.state()["adam.step.W_enc"] == 1
-
-
 DEAD = [2, 5]
 
 
