@@ -86,30 +86,23 @@ class Opened:
         listener: Listener,
     ) -> Self:
         """Open what `sae finetune` names; `named` are the stores, if not the SAE's own."""
-        processes, (config, training, text) = communicator(), settings
+        config = settings.config
         subject, saved = open_sae(home, sae, listener)
         place = place_given(config.layer, config.site, config.module)
         acts, seed = placement((subject, saved), *place, "fine-tuning"), subject.split_seed
         source = model_of([acts], config.model, listener, config.model_revision)
+        _demand_one_text(settings.text, named)
         stores: Joined | Streamed
-        if "dataset" in text:
-            if named is not None:
-                raise ConfigError(
-                    "cannot use both --data and --dataset at the same time; use one of them"
-                )
+        if settings.text:
             stores, spliced = _stream_text(home, acts, source, settings, seed, listener)
         else:
-            if text:
-                raise ConfigError(
-                    f"{flag_of(min(text))} does nothing without --dataset; leave it out, or name a text"
-                )
-            stores = processes.main_first(lambda: _open_stores(home, subject, named, listener))
-            device = device_named(training.device)
+            stores = communicator().main_first(lambda: _open_stores(home, subject, named, listener))
+            device = device_named(settings.training.device)
             model = LanguageModel(source, device, head=True, dtype=config.model_dtype)
             spliced = _read_text(stores, model, acts, config.tokens, seed, listener)
         order = np.random.default_rng(0).permutation(len(spliced.train))
         shuffled = [spliced.train[number] for number in order]
-        rows, test_rows = processes.broadcast_object(
+        rows, test_rows = communicator().broadcast_object(
             lambda: (
                 spliced.activations(shuffled, SAMPLE_TOKENS),
                 spliced.activations(spliced.test, MEASURED_ROWS),
@@ -148,6 +141,15 @@ class Opened:
         )
         plan = replace(plan, kept_scale=self.text.placement.sae.scale, epoch_steps=EPOCH)
         return FinetuneRun(self.stores, plan, created, self.text)
+
+
+def _demand_one_text(text: Mapping[str, Any], named: Named | None) -> None:
+    if "dataset" in text and named is not None:
+        raise ConfigError("cannot use both --data and --dataset at the same time; use one of them")
+    if text and "dataset" not in text:
+        raise ConfigError(
+            f"{flag_of(min(text))} does nothing without --dataset; leave it out, or name a text"
+        )
 
 
 def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Listener) -> Joined:

@@ -316,24 +316,7 @@ def reopen_run(
         home, [document["data"], *document.get("beside", [])], document.get("target"), listener
     )
     try:
-        settings = dict(document["solver"])
-        training = TrainingConfig.from_json(document["training"])
-        activation = activation_from_json(document["activation"])
-        parts = split_rows(training, stores, "init" in document, activation)
-        plan = Plan.resolve(
-            parts.train,
-            parts.test,
-            replace(training, fraction=parts.fraction),
-            SOLVERS[settings.pop("name")].from_json(settings),
-            activation,
-            kept_out=parts.kept_out,
-        )
-        if plan.training != training:  # today's default would fill in a setting that was missing
-            raise ConfigError("not all of its settings are filled in")
-        if "init" in document:
-            start = Start(document["init"]["name"], document["init"]["hash"], None)
-            plan = replace(plan, start=start)
-        run = Run(stores, plan, document["created"])
+        run = Run(stores, _plan_of(document, stores), document["created"])
         trained_on = document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
@@ -347,3 +330,23 @@ def reopen_run(
             "train anew"
         )
     return run
+
+
+def _plan_of(document: Mapping[str, Any], stores: Joined) -> Plan:
+    settings = dict(document["solver"])
+    training = TrainingConfig.from_json(document["training"])
+    activation = activation_from_json(document["activation"])
+    parts = split_rows(training, stores, "init" in document, activation)
+    plan = Plan.resolve(
+        parts.train,
+        parts.test,
+        replace(training, fraction=parts.fraction),
+        SOLVERS[settings.pop("name")].from_json(settings),
+        activation,
+        kept_out=parts.kept_out,
+    )
+    if plan.training != training:  # today's default would fill in a setting that was missing
+        raise ConfigError("not all of its settings are filled in")
+    if "init" not in document:
+        return plan
+    return replace(plan, start=Start(document["init"]["name"], document["init"]["hash"], None))

@@ -25,7 +25,7 @@ from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .start import default_learning_rate, initial_sae, shaped
-from .upkeep import revive, revives
+from .upkeep import revive_by
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -291,22 +291,13 @@ def start_training(
     rows = _normalised(plan, state, communicator)
     initial = _initial(plan, rows, state)
     solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
-    comparison = None
-    if plan.start is not None:
-        before, x = initial, rows.sample.x
-        l0 = initial.codes(x).count().item() / len(x)
-        if not state and not plan.start.has_codes_of(plan.activation, l0):
-            before = initial.changed(None, **solver.calibrated(initial))
-        comparison = Comparison.of(plan.start, before, rows.normalisation, state)
+    comparison = _comparison(plan, rows, initial, solver, state)
     if state:
         tensors = solver.state() | ({} if comparison is None else comparison.state())
         demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         solver.restore(state)
-    elif plan.start is not None and revives(solver):
-        fired = torch.zeros(plan.d_sae, dtype=torch.bool, device=rows.sample.x.device)
-        for batch in rows.some(rows.rows, 0):
-            fired |= solver.dictionary.codes(batch.x).fired()
-        revive(solver, communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
+    elif plan.start is not None:
+        revive_by(solver, rows)
     try:
         record.begin(progress.step)
     except BaseException:
@@ -327,6 +318,18 @@ def _initial(plan: Plan, rows: TrainingRows, state: Mapping[str, Tensor]) -> SAE
     return shaped(initial, plan.training, plan.train_rows.places)
 
 
+def _comparison(
+    plan: Plan, rows: TrainingRows, initial: SAE, solver: Descent, state: Mapping[str, Tensor]
+) -> Comparison | None:
+    """With the SAE that training begins from, with thresholds for the L0 asked for if its own differs."""
+    if plan.start is None:
+        return None
+    l0 = initial.codes(rows.sample.x).count().item() / len(rows.sample.x)
+    if not state and not plan.start.has_codes_of(plan.activation, l0):
+        initial = initial.changed(None, **solver.calibrated(initial))
+    return Comparison.of(plan.start, initial, rows.normalisation, state)
+
+
 def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
     training = plan.training
     lr = training.lr
@@ -338,16 +341,14 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
             lr = default_learning_rate(
                 rows.d_in, firings, plan.steps, plan.solver.most_for_few, plan.solver.firings_power
             )
-    unseen = None
-    if plan.kept_out is not None:
-        unseen = rows.sample_of(plan.kept_out, CALIBRATION_ROWS)
+    kept_out = plan.kept_out
     return Task(
         training,
         rows=rows.rows,
         steps=plan.steps,
         lr=float(lr),
         sample=rows.sample,
-        unseen=unseen,
+        unseen=None if kept_out is None else rows.sample_of(kept_out, CALIBRATION_ROWS),
         B=rows.regression,
         fixed=plan.fixed,
         from_sae=plan.start is not None,

@@ -14,6 +14,7 @@ from ..sae.dictionary import Coupled, Dictionary
 from .descent import Adam, Descent, Draws
 from .moments import Moments
 from .options import REVIVAL_ROWS, Revival
+from .rows import TrainingRows
 
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
@@ -42,6 +43,16 @@ def revive(solver: Descent, fired: Tensor, rows: float) -> None:
     re_aim(solver.dictionary, aimed, fired, directions, task.B, task.training.penalised)
     solver.optimizer.forget(aimed, fired, solver.dictionary.latent_dimension)
     solver.revived += len(directions)
+
+
+@torch.no_grad()
+def revive_by(solver: Descent, rows: TrainingRows) -> None:
+    """Revive the latents that fire on none of all rows. Cost: a pass over them."""
+    if revives(solver):
+        fired = torch.zeros_like(solver.dictionary.b_enc, dtype=torch.bool)
+        for batch in rows.some(rows.rows, 0):
+            fired |= solver.dictionary.codes(batch.x).fired()
+        revive(solver, solver.communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
 
 
 def needless(solver: Descent, moments: Moments) -> int:
