@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from ..base.console import Listener
 from ..base.errors import ConfigError, HubError, SaeError, one_line
 from ..base.network import LOG_IN, is_passing, why_refused, why_unreachable
-from .formats import FORMATS, among, known_files, recognise
+from .formats import FORMATS, found_among, known_files, recognise
 
 NAME = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
 _INNER = NAME.replace("[", "[:+")  # of a folder or file in a repository
@@ -120,8 +120,11 @@ def _choose(
     wanted = PurePosixPath(address.folder)
     folder = wanted.parent if address.folder in names else wanted
     paths = [path for path in map(PurePosixPath, names) if path.is_relative_to(folder)]
-    found = among(map(str, paths))
-    found = {key: own for key, own in found.items() if PurePosixPath(key).is_relative_to(wanted)}
+    found = {
+        key: each
+        for key, each in found_among(map(str, paths)).items()
+        if PurePosixPath(key).is_relative_to(wanted)
+    }
     key = str(wanted)
     if key not in found and len(found) == 1:
         (key,) = found

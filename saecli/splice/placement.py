@@ -79,15 +79,10 @@ def placement(
             f"need the activations of {' and '.join(map(str, models))}; name another run"
         )
     is_crosscoder = bool(saved.sae.widths) or len(origin.read) > 1
-    reads = tuple(point for point in origin.read if point.site)
-    if is_crosscoder and len(reads) != len(saved.sae.widths):
-        raise ConfigError(
-            f"{name} is a crosscoder that does not say where it reads: expected "
-            f"{len(saved.sae.widths)} hook points in its file, got {len(reads)}; name a run of `sae "
-            "train`"
-        )
-    point = _hook_point(name, origin.read[0], layer, site)
-    reads = reads if is_crosscoder else (point,)
+    if is_crosscoder:
+        _check_inputs(name, saved)
+    first = _hook_point(name, origin.read[0], layer, site)
+    reads = origin.read if is_crosscoder else (first,)
     writes = (_target(name, origin.written),) if saved.is_transcoder else reads
     for point in (*reads, *writes):
         if not point.is_known:
@@ -109,6 +104,16 @@ def check_distinct(acts: Iterable[Placement]) -> None:
                 "leave one out"
             )
         written[at.written] = at.name
+
+
+def _check_inputs(name: str, saved: SavedSAE) -> None:
+    """ConfigError unless a crosscoder's file has a hook point for each of its widths."""
+    known = sum(bool(point.site) for point in saved.origin.read)
+    if known != len(saved.sae.widths) or known != len(saved.origin.read):
+        raise ConfigError(
+            f"{name} is a crosscoder that does not say where it reads: expected "
+            f"{len(saved.sae.widths)} hook points in its file, got {known}; name a run of `sae train`"
+        )
 
 
 def _hook_point(name: str, recorded: HookPoint, layer: int | None, site: str | None) -> HookPoint:

@@ -23,7 +23,6 @@ from ...base.files import folder_appearing_whole, is_free
 from ..activations import (
     ACTIVATIONS,
     Activation,
-    BatchTopK,
     Gated,
     JumpRelu,
     ReluTopK,
@@ -152,38 +151,42 @@ class Found(NamedTuple):
     files: list[str]  # the weights last
 
 
-def among(paths: Iterable[str]) -> dict[str, Found]:
+def found_among(paths: Iterable[str]) -> dict[str, Found]:
     """The SAEs among files, by folder, or by their file of weights where a folder has one for each layer."""
-    folders: dict[PurePosixPath, list[str]] = {}  # the files in each, and in the folders in it
+    folders: dict[PurePosixPath, list[str]] = {}
     for path in map(PurePosixPath, paths):
-        for folder in [*path.parents][:2]:
+        for folder in [*path.parents][:2]:  # a pattern may name a file in a folder
             folders.setdefault(folder, []).append(str(path.relative_to(folder)))
-    found = {}
+    found: dict[str, Found] = {}
     for folder, names in sorted(folders.items()):
         for name, form in FORMATS.items():
             matches = [common.matching(names, pattern) for pattern in form.files]
             if not all(matches):
                 continue
-            *others, weights = [[str(folder / each) for each in same] for same in matches]
-            others.append([str(folder / each) for each in common.matching(names, form.optional)])
-            for own in weights:
-                found[own if form.by_layer else str(folder)] = Found(name, [*chain(*others), own])
+            *others, weights = matches
+            shared = [*chain(*others), *common.matching(names, form.optional)]
+            for file in weights:
+                key = folder / file if form.by_layer else folder
+                files = [str(folder / each) for each in (*shared, file)]
+                found[str(key)] = Found(name, files)
             break
     return found
 
 
-def recognise(path: Path) -> str | None:
-    """The format of the SAEs in a folder, or of one of several layers' files in it, if known."""
-    return next((each.name for each in _found(path).values()), None)
-
-
-def _found(path: Path) -> dict[str, Found]:
+def found_at(path: Path) -> dict[str, Found]:
     """The SAEs in a folder, by path from there, or in one of several layers' files."""
     folder = path.parent if path.is_file() else path
     patterns = {pattern for form in FORMATS.values() for pattern in form.files}
     matches = {match for pattern in patterns for match in folder.glob(pattern)}
-    found = among(match.relative_to(folder).as_posix() for match in matches if match.is_file())
-    return {key: own for key, own in found.items() if path.is_dir() or key == path.name}
+    found = found_among(
+        match.relative_to(folder).as_posix() for match in matches if match.is_file()
+    )
+    return {key: each for key, each in found.items() if path.is_dir() or key == path.name}
+
+
+def recognise(path: Path) -> str | None:
+    """The format of the SAEs in a folder, or of one of several layers' files in it, if known."""
+    return next((each.name for each in found_at(path).values()), None)
 
 
 def known_files() -> str:
@@ -201,7 +204,7 @@ def load(
     row_scale, processing: what a file lacks and a registry says.
     fold: brings it onto the rows of a model's site, as `model.saes.fold_in` does.
     """
-    found = _found(path)
+    found = found_at(path)
     if len(found) > 1:
         raise FormatError(f"{path} holds {len(found)} SAEs: name one, such as {path / min(found)}")
     if not found:
@@ -214,16 +217,7 @@ def load(
     form = FORMATS[name]
     weights = path if path.is_file() else path / files[-1]
     path = weights if form.by_layer else path
-    try:
-        saved = form.load(path)
-        if weights.suffix == ".safetensors":
-            common.take_metric(saved.sae, common.read_header(weights).get("saecli", "{}"))
-    except FormatError:
-        raise
-    except DAMAGE as error:
-        raise FormatError(
-            f"cannot read {path}: {one_line(error)}; check that the file is whole"
-        ) from error
+    saved = _read(path, weights, form)
     if processing is not None:
         saved = replace(saved, processing=saved.processing | dict(processing))
     saved = fold(saved)
@@ -235,15 +229,36 @@ def load(
             )
         saved = replace(saved, sae=common.unscaled(saved.sae, row_scale), scaled=False)
     common.check_finite(path, saved.sae)
-    if isinstance(saved.sae.activation, BatchTopK) and name != "native":
-        threshold = saved.sae.activation_parameters["threshold"].item()
-        if threshold <= 0:
-            unset = (
-                f"has no threshold ({threshold:g}), which training had not set when it was saved: every positive "
-                f"pre-activation fires, not {saved.sae.k} in a row; train it on by --init, or take a later checkpoint"
-            )
-            return replace(saved, remarks=(*saved.remarks, unset))
+    return saved if name == "native" else _noting_threshold(saved)
+
+
+def _read(path: Path, weights: Path, form: Format) -> SavedSAE:
+    """What a format reads, with the metric of its training; FormatError for whatever a damaged file raises."""
+    try:
+        saved = form.load(path)
+        if weights.suffix == ".safetensors":
+            common.take_metric(saved.sae, common.read_header(weights).get("saecli", "{}"))
+    except FormatError:
+        raise
+    except DAMAGE as error:
+        raise FormatError(
+            f"cannot read {path}: {one_line(error)}; check that the file is whole"
+        ) from error
     return saved
+
+
+def _noting_threshold(saved: SavedSAE) -> SavedSAE:
+    """The same with a remark on the threshold of a batchtopk, if training had not set it."""
+    if not saved.sae.activation.estimates_threshold:
+        return saved
+    threshold = saved.sae.activation_parameters["threshold"].item()
+    if threshold > 0:
+        return saved
+    unset = (
+        f"has no threshold ({threshold:g}), which training had not set when it was saved: every positive "
+        f"pre-activation fires, not {saved.sae.k} in a row; train it on by --init, or take a later checkpoint"
+    )
+    return replace(saved, remarks=(*saved.remarks, unset))
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
