@@ -204,9 +204,37 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 bound.arguments[name] = options[name].checked(value)
         return as_usual(function)(*bound.args, **bound.kwargs)
 
-    helps = [f"    {name}: {option.help}" for name, option in options.items()]
-    call.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *helps])
+    _add_help(call, options)
     return call
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def with_options(config: type[Config]) -> Callable[[FunctionT], FunctionT]:
+    """Decorate a function whose keywords are options of a configuration: its signature and docstring show them, but for
+    those that it has as arguments."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        *arguments, _ = inspect.signature(function).parameters.values()
+        names = {argument.name for argument in arguments}
+        options = {name: each for name, each in options_of(config).items() if name not in names}
+        arguments += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind
+            )
+            for name, each in options.items()
+        ]
+        vars(function)["__signature__"] = inspect.Signature(arguments)
+        _add_help(function, options)
+        return function
+
+    return decorate
+
+
+def _add_help(function: Callable[..., Any], options: Mapping[str, Option]) -> None:
+    helps = [f"    {name}: {option.help}" for name, option in options.items()]
+    function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *helps])
 
 
 def options_from(

@@ -17,7 +17,7 @@ from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import STORE_MARKER, Home, Shelf, checked_name
-from ..base.options import demand_known, options_of
+from ..base.options import demand_known, options_of, with_options
 from ..base.processes import ALONE, Communicator, communicator
 from ..base.words import counted
 from ..model.choice import ModelLike
@@ -75,6 +75,7 @@ def extract(  # type: ignore[overload-overlap]  # else a list
 ) -> list[ActivationStore]: ...
 
 
+@with_options(ExtractConfig)
 def extract(
     model: ModelLike | list[ModelLike] | None = None,
     *,
@@ -107,7 +108,7 @@ def extract(
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
-        **options: those of `ExtractOptions`, which determine the rows.
+        **options: those of `sae extract` that determine the rows.
     """
     demand_known("extract", options, options_of(ExtractConfig).keys() - {"model"}, "extract")
     selection = Selection.of(layer, site, module)

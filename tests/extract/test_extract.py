@@ -1,5 +1,6 @@
 """`sae extract` as a user runs it: the rows it stores, going on after a kill, and what bad input gets."""
 
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
 from saecli.base.errors import ConfigError
+from saecli.base.options import options_of
+from saecli.extract.options import ExtractConfig, ExtractOptions
 from saecli.store.reader import ActivationStore
 
 TEXT = "\n\n".join(
@@ -218,3 +221,16 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
     for site in ("mlp", "mlp:input"):
         with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
             saecli.extract(str(models["gpt2"]), site=site)
+
+
+def test_every_option_is_an_argument_of_the_function_by_its_type_and_default():
+    options = options_of(ExtractConfig)
+    assert ExtractOptions.__annotations__.keys() == options.keys() - {"model"}
+    shown = inspect.signature(saecli.extract).parameters
+    assert [*shown][:9] == "model layer site module tokenizer name home device progress".split()
+    for name in ExtractOptions.__annotations__:
+        assert (shown[name].default, shown[name].annotation) == (
+            options[name].default,
+            options[name].kind,
+        )
+    assert "rows: Rows to store; fewer if the text ends first." in inspect.getdoc(saecli.extract)
