@@ -91,22 +91,19 @@ def extract(
 ) -> ActivationStore | list[ActivationStore]:
     """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
 
-    A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun, each rank reads
-    its own documents and stores its part of the rows.
+    A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun each rank stores
+    the rows of its own documents.
 
     Args:
-        model: hub id, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is bundled; an id may end
-            in @ and a branch, tag or commit. Or a loaded model of transformers, with its `tokenizer`: it is read as it
-            is, on its device, without dropout, and recognised by its weights, so that an interrupted store is resumed
-            by the same weights alone.
+        model: hub id, also ID@REVISION, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is
+            bundled. Or a loaded model of transformers, with its `tokenizer`: it is read as it is, on its device,
+            without dropout, and recognised by its weights.
         layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
-            or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
-            for row.
+            or of sites gives a list of stores, one for each combination, with the same tokens row for row.
         site: resid_post, resid_pre, resid_mid, mlp_in, mlp_out, attn_out or attn_z.
-        module: in place of layer and site one or several modules by name, as in `model.layers.3.self_attn.o_proj:in`:
-            its input, or without `:in` its output. `*` is any part of the name, and gives a list of stores.
-        name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
-            options.
+        module: in place of layer and site one or several modules by name, as in `model.layers.3.self_attn.o_proj:in`;
+            without `:in` its output. `*` is any part of the name, and gives a list of stores.
+        name: of the store, for several their prefix; None: from model, layer, site and a hash of the options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
         **options: those of `sae extract` that determine the rows.
     """

@@ -1,7 +1,7 @@
 """Running blocks through the model, and filling stores with their activations in one pass over the text.
 
-Every block is read at all hook points, also where a store has its rows already: stores interrupted at different shards
-get the same blocks again, each from its own cursor on.
+Every block is read at all hook points: stores interrupted at different shards get the same blocks again, each from its
+own cursor on.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less paddi
 NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none will
 
 Item = TypeVar("Item")
-Taken = TypeVar("Taken")
+Result = TypeVar("Result")
 Activations = Mapping[HookPoint, np.ndarray]  # of a block: (R, D) in document order
 
 
@@ -41,14 +41,14 @@ def read_activations(
     token_ids: Tensor,
     mask: Tensor,
     points: Sequence[HookPoint],
-    take: Callable[[Tensor], Taken],
-) -> list[Taken]:
+    take: Callable[[Tensor], Result],
+) -> list[Result]:
     """As `LanguageModel.read`, of models that read the same tokens; a hook point's `model` is a number among them."""
-    taken: dict[HookPoint, Taken] = {}
+    results: dict[HookPoint, Result] = {}
     for number, model in enumerate(models):
         if of_model := [point for point in points if point.model == number]:
-            taken |= zip(of_model, model.read(token_ids, mask, of_model, take), strict=True)
-    return [taken[point] for point in points]
+            results |= zip(of_model, model.read(token_ids, mask, of_model, take), strict=True)
+    return [results[point] for point in points]
 
 
 class Forward:

@@ -205,10 +205,10 @@ def store_requests(
     shelf: Shelf,
     dated: bool = True,
 ) -> list[StoreRequest]:
-    """The requested stores, one for each of the hook points, all of the same tokens. Since a row that is
-    dropped from one store is dropped from all, each `source` lists the other hook points, as `beside`, and of several
-    models the other ones, as `models`; derived names end in one hash. If `dated`, those of models known by the times of
-    their files, as older stores are, if any of them is there."""
+    """The requested stores, one for each of the hook points, all of the same tokens. A row that is dropped from one is
+    dropped from all, so each `source` lists the other hook points, as `beside`, and the other `models`; derived names
+    end in one hash. If `dated`, those of models known by the times of their files, as older stores are, if any of them
+    is there."""
     labels = _labels(points, models)
     identities = [model.identity(dated) for model in models]
     template = config.template()

@@ -1,9 +1,9 @@
 """Rows of texts: of files by their kind, of Python's docstrings, and of datasets of the Hugging Face hub.
 
-A kind of file is one function, which yields its rows, each after words for its place, or in place of one that cannot be
-read its error, and one line in `TEXT_FORMATS`. A kind of source is one `Reader`, which `reader_of` chooses.
-`datasets` reads the hub alone: it takes over a second to open the smallest file, ends at the first bad line, and takes
-"NA" in a CSV file for no text.
+A kind of file is one function, which yields words for the place of each row, and the row or the error in reading it,
+and one line in `TEXT_FORMATS`. A kind of source is one `Reader`, which `reader_of` chooses. `datasets` reads the hub
+alone: it takes over a second to open the smallest file, ends at the first bad line, and takes "NA" in a CSV file for no
+text.
 """
 
 import ast

@@ -216,10 +216,10 @@ class Mixture:
         if not self.names:
             yield from self.sources[0].documents(start, mark, warn, read_chat)
             return
-        number, begun = (
+        number, states = (
             (mark["document"], mark["sources"]) if mark else (0, [(0, None, 0)] * len(self.sources))
         )
-        following, marks, counts = map(list, zip(*begun, strict=True))
+        following, marks, counts = map(list, zip(*states, strict=True))
         waiting = {
             index: source.documents(following[index], marks[index], warn, read_chat)
             for index, source in enumerate(self.sources)

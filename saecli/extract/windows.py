@@ -1,12 +1,12 @@
 """Cutting documents into windows of tokens, and gathering windows into blocks.
 
-A window has the special tokens around it that the tokenizer puts around a text (Gemma's BOS), and begins with BOS even
-where the tokenizer puts nothing before one. By default windows never mix documents, and a document's last window is
-short. Packed, documents are concatenated into full windows, separated by the special tokens that end and begin a text;
-tokens then attend across documents, as in SAELens and TransformerLens.
+A window has around it what the tokenizer puts around a text, and begins with BOS even where that is nothing. By default
+windows never mix documents, and a document's last window is short. Packed, documents are concatenated into full
+windows, separated by the special tokens that end and begin a text; tokens then attend across documents, as in SAELens
+and TransformerLens.
 
-A block is run sorted by length and stored in document order. Its end does not depend on the batch size: an interrupted
-extraction resumes at the beginning of a block, with any batch size.
+A block is run sorted by length and stored in document order. An interrupted extraction resumes at the beginning of a
+block, with any batch size.
 
 Shapes: T tokens of a window, W windows of a block, R their rows.
 """
@@ -64,7 +64,7 @@ TOKEN = np.dtype(
         ("source", np.int64),  # number of the document's source in a mixture
         ("role", np.int64),  # number in `tokenizer.ROLES`; 0 in texts
         ("special", bool),
-        ("kept", bool),  # whether it is stored
+        ("is_row", bool),
     ],
     align=True,  # as torch wants it
 )
@@ -81,18 +81,18 @@ class Window(NamedTuple):
         return self.tokens["token_id"]
 
     @property
-    def kept(self) -> np.ndarray:
-        return self.tokens["kept"]
+    def is_row(self) -> np.ndarray:
+        return self.tokens["is_row"]
 
 
 class Cutter:
     """Cuts documents into windows of at most `context` tokens, including `prefix` and `suffix`, the special tokens
     around a text; see `tokenizer.affixes`.
 
-    Kept are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
+    Rows are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
     `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only
-    added tokens are special. `left_out` counts the documents skipped, by reason, and as `repeated_bos` those whose
-    own BOS is.
+    added tokens are special. `left_out` counts documents skipped, by reason, and as `repeated_bos` those with a BOS of
+    their own.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Cutter:
 
     def rows(self, document: Document) -> int:
         """Number of rows of a document, packed or not."""
-        return sum(int(window.kept.sum()) for window in self._each_alone([document], 0))
+        return sum(int(window.is_row.sum()) for window in self._each_alone([document], 0))
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows from a token of the first document on."""
@@ -211,12 +211,12 @@ class Cutter:
     def _window(self, parts: list[np.ndarray], after: Cursor) -> Window:
         tokens = np.concatenate(parts)
         tokens["special"][:1] |= self._drops_first
-        kept = ~tokens["special"]
+        is_row = ~tokens["special"]
         if self._positions == "assistant":
-            kept &= tokens["role"] == ASSISTANT
+            is_row &= tokens["role"] == ASSISTANT
         if self._positions == "last":
-            kept[np.flatnonzero(kept)[:-1]] = False
-        tokens["kept"] = kept
+            is_row[np.flatnonzero(is_row)[:-1]] = False
+        tokens["is_row"] = is_row
         return Window(tokens, after)
 
 
@@ -240,9 +240,9 @@ class Block:
     """Windows in document order, from `cursor` to `end`.
 
     `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
-    row, (R,), of which a store takes those it names. `before` has for each
-    special token, and for each document left out by reason, the number of the block's rows before it. `skipped` has the
-    documents left out before each window, and after the last one.
+    row, (R,); a store takes those it names. `before` has for each special token, and for each document left out by
+    reason, the number of the block's rows before it. `skipped` has the documents left out before each window, and after
+    the last one.
     """
 
     def __init__(
@@ -250,17 +250,17 @@ class Block:
     ) -> None:
         self.cursor = cursor
         tokens = np.concatenate([np.empty(0, TOKEN), *(window.tokens for window in windows)])
-        kept = tokens["kept"]
-        self.rows = int(kept.sum())
+        is_row = tokens["is_row"]
+        self.rows = int(is_row.sum())
         self.lengths = np.array([len(window.tokens) for window in windows], np.int64)
         token_ids = np.ascontiguousarray(tokens["token_id"])
-        self.windows = Windows.of(self.lengths, token_ids, kept)
+        self.windows = Windows.of(self.lengths, token_ids, is_row)
         positions = np.arange(len(tokens)) - np.repeat(self.windows.offset[:-1], self.lengths)
         self.columns = {
-            name: tokens[name][kept] for name in ("token_id", "document", "source", "role")
-        } | {"position": positions[kept]}
+            name: tokens[name][is_row] for name in ("token_id", "document", "source", "role")
+        } | {"position": positions[is_row]}
         starts = np.array([*self.windows.first, self.rows])
-        self.before = {"special": np.cumsum(kept)[tokens["special"]]} | {
+        self.before = {"special": np.cumsum(is_row)[tokens["special"]]} | {
             reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
             for reason in sorted({reason for counts in skipped for reason in counts})
         }
@@ -288,18 +288,18 @@ def in_blocks(
     cursor = cursor._replace(size=cursor.size or min(size, BLOCK_TOKENS))
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
-    tokens = kept = 0
+    tokens = rows_gathered = 0
     for window in cutter.cut(documents_from(cursor), cursor.token):
         gathered.append(window)
         skipped.append(cutter.pop_left_out())
         tokens += len(window.tokens)
-        kept += int(window.kept.sum())
+        rows_gathered += int(window.is_row.sum())
         most_rows = rows - cursor.offered if cursor.offered < rows else SPARE_ROWS
-        if tokens >= cursor.size or kept >= most_rows:
+        if tokens >= cursor.size or rows_gathered >= most_rows:
             block = Block(gathered, cursor, [*skipped, cutter.pop_left_out()])
             yield block
             cursor = block.end
             gathered, skipped = [], []
-            tokens = kept = 0
+            tokens = rows_gathered = 0
     if gathered or cutter.left_out:
         yield Block(gathered, cursor, [*skipped, cutter.pop_left_out()])

@@ -1,10 +1,10 @@
 """Where the residual stream passes in a model's blocks, by what they compute: the same names mean other things in other
 models.
 
-A block runs on two tokens, and autograd's graph is read: the summands of its output, and what they depend on. Between
-attention and MLP the residual stream is a summand of the output that a module reads, such that without that module's
-copy the rest would not depend on the block's input. Where norms act on the stream itself (BERT, GPT-1), it is what the
-first module after attention returns such that the output depends on the block's input by it alone.
+A block runs on two tokens, and autograd's graph is read. Between attention and MLP the residual stream is a summand of
+the block's output that a module reads, such that without that module's copy the other summands would not depend on the
+block's input. Where norms act on the stream itself (BERT, GPT-1), it is what the first module after attention returns
+such that the output depends on the block's input by it alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,11 +49,11 @@ def streams(model: Any, blocks: nn.ModuleList) -> list[Stream]:
     token_ids = torch.zeros(1, TRIED, dtype=torch.int64, device=weight.device)
     with ExitStack() as hooks:
         hooks.enter_context(in_eval_mode([model]))
-        tried = [_Trial(block, hooks) for block in blocks]
+        trials = [_Trial(block, hooks) for block in blocks]
         hooks.enter_context(blocks[-1].register_forward_hook(_stop))
         with suppress(Reached):
             model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False)
-    return [each.stream() for each in tried]
+    return [trial.stream() for trial in trials]
 
 
 def _stop(*_: Any) -> None:

@@ -71,8 +71,8 @@ def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
 
 def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
     """The revision of a model in the only one of the recorded specs that is of it."""
-    own = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}
-    return own.pop().removeprefix(f"{name}@") if len(own) == 1 else None
+    specs = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}
+    return specs.pop().removeprefix(f"{name}@") if len(specs) == 1 else None
 
 
 def check_rows(rows: Rows, source: "ModelSource") -> None:

@@ -36,7 +36,7 @@ from .loaded import LoadedSource, in_eval_mode
 from .modules import Modules, blocks_of, folded
 from .source import ModelSource, explained, find_model, from_pretrained, unread_weights
 
-Taken = TypeVar("Taken")
+Result = TypeVar("Result")
 TRIED = 8  # tokens
 ALIKE = 1e-2  # relative difference by rounding
 
@@ -51,7 +51,7 @@ class LanguageModel:
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
         last: the last layer to keep; None for all.
 
-    A `LoadedSource` is taken as it is, with its head, dtype and device.
+    A `LoadedSource` is results as it is, with its head, dtype and device.
     """
 
     def __init__(
@@ -139,16 +139,16 @@ class LanguageModel:
         token_ids: Tensor,
         mask: Tensor,
         points: Sequence[HookPoint],
-        take: Callable[[Tensor], Taken],
-    ) -> list[Taken]:
+        take: Callable[[Tensor], Result],
+    ) -> list[Result]:
         """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: a model may then add
         to them in place. `token_ids`, int64, and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
         self.check_tokens(token_ids)
-        taken: dict[HookPoint, Taken] = {}
+        results: dict[HookPoint, Result] = {}
 
         def note(point: HookPoint, activations: Tensor) -> Tensor:
-            taken[point] = take(activations)
-            if len(taken) == len(points):
+            results[point] = take(activations)
+            if len(results) == len(points):
                 raise Reached
             return activations
 
@@ -158,8 +158,8 @@ class LanguageModel:
             try:
                 self.forward(token_ids, mask)
             except Reached:
-                return [taken[point] for point in points]
-        never = next(point for point in points if point not in taken)
+                return [results[point] for point in points]
+        never = next(point for point in points if point not in results)
         raise self.modules.never_ran(never)
 
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
@@ -207,9 +207,9 @@ class LanguageModel:
         if point.site in ("resid_mid", "attn_out"):
             norms += [norm for name, norm in self._norms[point.layer].items() if name in after]
         first_block = point.layer if point.site == "resid_pre" else point.layer + 1
-        for own in self._norms[first_block:]:
-            if before & own.keys():  # else attention reads the stream itself, as in OLMo 2
-                norms += [norm for name, norm in own.items() if name in before | after]
+        for of_block in self._norms[first_block:]:
+            if before & of_block.keys():  # else attention reads the stream itself, as in OLMo 2
+                norms += [norm for name, norm in of_block.items() if name in before | after]
         return weights_read(norms)
 
 
@@ -327,15 +327,15 @@ def _shortened(kind: Any, source: ModelSource, last: int) -> Any:
         kind.__init__(self, config, *args, **kwargs)
         blocks = _modules(self, source).blocks
         for number in range(last + 1, len(blocks)):
-            kept = nn.Module()
+            norms = nn.Module()
             for path, norm in norms_of(blocks[number], source.d_model).items():
                 *parents, name = path.split(".")
-                home = kept
+                home = norms
                 for parent in parents:
                     home.add_module(parent, getattr(home, parent, nn.Module()))
                     home = home.get_submodule(parent)
                 home.add_module(name, norm)
-            blocks[number] = kept
+            blocks[number] = norms
 
     return type(kind.__name__, (kind,), {"__init__": initialise, "__module__": kind.__module__})
 
@@ -390,10 +390,13 @@ def modules_document(model: str, revision: str | None) -> dict[str, Any]:
         runs = type(module).forward is not nn.Module.forward  # lists of modules have none
         if path and runs:
             sites = [modules.sites.get((path, side)) for side in SIDES]
-            own = layers.setdefault((folded(modules.name(path)), *sites), [])
+            numbers = layers.setdefault((folded(modules.name(path)), *sites), [])
             layer = in_block.match(path)
-            if layer is not None and int(layer[1]) not in own:
-                own.append(int(layer[1]))
+            if layer is not None and int(layer[1]) not in numbers:
+                numbers.append(int(layer[1]))
     keys = ("module", *SIDES)
-    lines = [{**dict(zip(keys, line, strict=True)), "layers": own} for line, own in layers.items()]
+    lines = [
+        {**dict(zip(keys, line, strict=True)), "layers": numbers}
+        for line, numbers in layers.items()
+    ]
     return {"model": source.name, "modules": lines}

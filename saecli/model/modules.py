@@ -163,14 +163,13 @@ class Modules:
 
 
 class _Interception:
-    """Replaces the activations at a hook point in the forward passes of a model. Its hooks are called in this order:
-    `begin` of the model, or of the hook point's block; `replaced` or `on_output` of its module; `on_block`.
+    """Hooks that replace the activations at a hook point: `begin` of its block or model, then `replaced` or `on_output`
+    of its module, then `on_block`.
 
     Args:
         name: of the hook point, in errors.
         in_model: `begin` is of the whole model.
-        rejoins: what is replaced is read by the MLP alone; the block's output, which the residual stream reaches past
-            the MLP, is changed as much.
+        rejoins: the MLP alone reads what is replaced; the residual stream, which passes it by, is changed as much.
     """
 
     def __init__(

@@ -167,12 +167,12 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
     which may follow the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
     file = named_file(name)
     if file is None and not Path(name).is_dir():
-        name, _, own = name.partition("@")
-        if own and revision not in (None, own):
+        name, _, at = name.partition("@")
+        if at and revision not in (None, at):
             raise ConfigError(
-                f"--model names {own} of {name}, and --model-revision {revision}: give one of the two"
+                f"--model names {at} of {name}, and --model-revision {revision}: give one of the two"
             )
-        revision = revision or own or None
+        revision = revision or at or None
     if name not in BUNDLED and file is None and not Path(name).is_dir():
         return _on_hub(name, revision)
     if revision is not None:

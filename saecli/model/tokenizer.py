@@ -35,9 +35,9 @@ def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
     """What the tokenizer puts around a text; where it puts nothing before one, with `prepend_bos` its BOS, else its
     EOS, else its separator of documents."""
     mask = tokenizer(KNOWN, return_special_tokens_mask=True)
-    own = [number for number, added in enumerate(mask["special_tokens_mask"]) if not added]
+    of_text = [number for number, added in enumerate(mask["special_tokens_mask"]) if not added]
     ids = mask["input_ids"]
-    prefix, suffix = (ids[: own[0]], ids[own[-1] + 1 :]) if own else ([], [])
+    prefix, suffix = (ids[: of_text[0]], ids[of_text[-1] + 1 :]) if of_text else ([], [])
     if prefix or not prepend_bos:
         return Affixes(prefix, suffix, False)
     beginnings = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)

@@ -79,7 +79,7 @@ class Unembedding:
 def _final_norm(model: LanguageModel, head: Any) -> nn.Module:
     """The norm before the head, the last module whose output is the head's input; the identity if there is none."""
     outputs: list[tuple[nn.Module, Tensor]] = []
-    taken: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple, output: object) -> None:
         if isinstance(output, Tensor):
@@ -89,9 +89,11 @@ def _final_norm(model: LanguageModel, head: Any) -> nn.Module:
         for module in model.model.modules():
             if "norm" in type(module).__name__.lower():
                 hooks.enter_context(module.register_forward_hook(note))
-        take = head.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+        take = head.register_forward_pre_hook(lambda module, args: head_inputs.append(args[0]))
         hooks.enter_context(take)
         token_ids = torch.zeros(1, 1, dtype=torch.int64)
         model.logits(token_ids, torch.ones_like(token_ids))
-    norms = [module for module, output in outputs if taken and torch.equal(output, taken[0])]
+    norms = [
+        module for module, output in outputs if head_inputs and torch.equal(output, head_inputs[0])
+    ]
     return norms[-1] if norms else nn.Identity()

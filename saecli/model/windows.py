@@ -1,8 +1,5 @@
 """Windows of tokens in batches through a model.
 
-A store keeps its windows with its rows, so measuring on them needs neither text nor network; windows are also made of
-prompts and of streamed text.
-
 Shapes: B windows, T tokens, n of them rows, D = d_in.
 """
 

@@ -1,8 +1,10 @@
 """Effects of SAEs on a language model's predictions: one at a time, or several in one forward pass, such as transcoders
-of all layers.
+of all layers, each of which encodes what those before it have left.
 
-Of several, each encodes what it reads in that pass, where those before it have already replaced activations; so the
-errors of a layer reach the next.
+Tokens that are no rows (special ones, BOS) keep their own activations, and predictions from them are excluded from
+every mean; but zero ablation applies to all tokens, as in SAELens' evaluation. A crosscoder is encoded from the clean
+activations at all its hook points, of all its models, and replaces all of a model's at once, or one alone: after the
+last of several residual streams replaced, the model does not see the earlier ones.
 
 Shapes: n rows of a forward pass, m of them scored, D = d_in, E = d_out.
 """
@@ -47,11 +49,11 @@ def effects(
         zeroed: fraction of the tokens, about, that the zeroed model is run over.
 
     Returns:
-        For each SAE and each part: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's
-        mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
-        written (ce_clean and the mean rise on the tokens where it was measured); ce_recovered,
-        `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, or None where that rise is not `CLEARLY` above 0; kl, the mean
-        KL(clean || spliced) in nats. Of a model that predicts masked tokens all are of these, see `hidden_tokens`.
+        For each SAE and each part: `tokens`, the number scored; ce_clean, ce_spliced and ce_zero, the next token's mean
+        cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
+        written (ce_clean plus the mean rise where it was measured); ce_recovered,
+        `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, None unless that rise is `CLEARLY` above 0; kl, the mean
+        KL(clean || spliced) in nats. Of a model that predicts masked tokens these alone, see `hidden_tokens`.
 
     Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
     the same on a fraction of the tokens.
@@ -180,10 +182,9 @@ def effects_together(
         show: called after each batch with the number of tokens done.
 
     Returns:
-        ce_clean, ce_spliced, kl and tokens as of `effects`; ce_zero, with zeros at all hook points that are
-        replaced, ce_mean, with means there, and ce_recovered; and of each SAE `fvu_spliced`, the error of its
-        predictions of what the model has there in the spliced pass, whose inputs the SAEs before it have changed, and
-        `fvu_clean`, the error of the same predictions of what it has without any SAE: what is left there.
+        ce_clean, ce_spliced, kl and tokens as of `effects`; ce_zero and ce_mean, with zeros or means at all hook points
+        that are replaced, and ce_recovered; and of each SAE the error of its predictions in the spliced pass, as
+        `fvu_spliced` of what the model has there in that pass, as `fvu_clean` of what it has without any SAE.
 
     Cost: four forward passes over the tokens.
     """

@@ -1,13 +1,8 @@
-"""A language model's forward pass in parts, and the effect of replacing activations by an SAE's reconstructions.
+"""A language model's forward pass in parts, with activations replaced.
 
-A pass that changes activations at a hook point repeats what the blocks below it returned, and logits, V per token, are
-computed in blocks of rows. Both use the model's own code, with forward methods of its blocks replaced for a time, so
-that whatever it does around its blocks and to its logits (soft caps, factors) stays what it is.
-
-Tokens that are no rows (special ones, BOS) keep their own activations, and predictions from them are excluded from
-every mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded
-from the clean activations at all its hook points, of all its models, and replaces all of a model's at once, or one
-alone: after the last of several residual streams replaced, the model does not see the earlier ones.
+A pass that changes activations at a hook point repeats what the blocks before it returned in another pass, and logits,
+V per token, are computed for some rows at a time. Both use the model's own code, with forward methods of its blocks
+replaced for a time, so that whatever it does around its blocks and to its logits (soft caps, factors) stays what it is.
 
 Shapes: B windows, T tokens, n of them rows, D = d_in, E = d_out, V vocabulary.
 """
@@ -289,8 +284,8 @@ class CleanPass:
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         gradient = torch.empty_like(states)
         for block in self._blocks():
-            own = states[block].detach().requires_grad_()
-            logits = self.passes.logits(own)
+            inputs = states[block].detach().requires_grad_()
+            logits = self.passes.logits(inputs)
             slopes = torch.empty_like(logits)
             with torch.no_grad():
                 clean = self.passes.logits(self.states[block]) if objective == "kl" else logits
@@ -308,7 +303,7 @@ class CleanPass:
                     slope -= functional.one_hot(self.next_tokens[rows].clamp(min=0), slope.shape[1])
                     slope[self.next_tokens[rows] == NO_NEXT] = 0
                 slope_part.copy_(slope)
-            (gradient[block],) = torch.autograd.grad(logits, own, slopes)
+            (gradient[block],) = torch.autograd.grad(logits, inputs, slopes)
         return total, gradient
 
     def _losses(self, log_probabilities: Tensor, rows: slice) -> Tensor:
@@ -324,8 +319,8 @@ class CleanPass:
         """Rows of a block, and their part of each of its logits, that stay in a CPU's cache."""
         at_once = CACHED_LOGITS if logits[0].device.type == "cpu" else LOGITS_AT_ONCE
         for rows in _slices(block.start, block.stop, at_once // logits[0].shape[1]):
-            own = slice(rows.start - block.start, rows.stop - block.start)
-            yield rows, *(each[own] for each in logits)
+            part = slice(rows.start - block.start, rows.stop - block.start)
+            yield rows, *(of_block[part] for of_block in logits)
 
 
 def hidden_tokens(windows: Sequence[TextWindow], is_row: Tensor) -> Tensor:

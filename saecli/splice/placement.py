@@ -121,13 +121,13 @@ def _hook_point(name: str, recorded: HookPoint, layer: int | None, site: str | N
     if site is not None and not HookPoint(0, site).is_known:
         raise unknown_choice("site", site, SITES)
     site_option = "module" if site is not None and ":" in site else "site"
-    for option, value, own in (
+    for option, value, known in (
         ("layer", layer, recorded.layer),
         (site_option, site, recorded.site or None),
     ):
-        if value is not None and own is not None and value != own:
+        if value is not None and known is not None and value != known:
             raise ConfigError(
-                f"--{option} must be {own}, as {name} says, got {value}; leave --{option} out"
+                f"--{option} must be {known}, as {name} says, got {value}; leave --{option} out"
             )
     layer = layer if recorded.layer is None else recorded.layer
     site = recorded.site or site

@@ -218,7 +218,7 @@ def _stream_text(
     cutter = extraction.cutter()
     for window in cutter.cut(extraction.documents()):
         for part, split in enumerate(splits):
-            kept = window.kept & split.keeps(window.tokens["document"])
+            kept = window.is_row & split.keeps(window.tokens["document"])
             if left[part] > 0 and kept.any():
                 parts[part].append(TextWindow(window.token_ids, kept))
                 left[part] -= int(kept.sum())

@@ -162,7 +162,7 @@ def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path
     found = stored_windows(store.split("all"), 10**9)
     for one, expected in zip(found, windows, strict=True):
         assert one.token_ids.tolist() == expected.token_ids.tolist()
-        assert one.is_row.tolist() == expected.kept.tolist()
+        assert one.is_row.tolist() == expected.is_row.tolist()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     names = {"user": "human", "assistant": "gpt"}
     gpt = [
@@ -253,7 +253,7 @@ def cut(tokenizer: Any, *texts: str, context: int = 5, **options: Any) -> list[W
 def words_of(tokenizer: Any, windows: list[Window], column: str = "token_ids") -> list[str]:
     found = []
     for window in windows:
-        ids = window.token_ids if column == "token_ids" else window.token_ids[window.kept]
+        ids = window.token_ids if column == "token_ids" else window.token_ids[window.is_row]
         found.append(" ".join(tokenizer.convert_ids_to_tokens(ids.tolist())))
     return found
 
@@ -329,7 +329,7 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
     (window,) = Cutter(tokenizer, 64, packed=packed, control="keep").cut([document])
     assert window.token_ids.tolist() == ids
     assert window.tokens["special"].tolist() == [True] + [False] * (len(ids) - 1)
-    assert window.kept.tolist() == (~window.tokens["special"]).tolist()
+    assert window.is_row.tolist() == (~window.tokens["special"]).tolist()
 
     twice = [document, document._replace(number=1)]
     windows = list(Cutter(tokenizer, 8, packed=packed, control="keep").cut(twice))
@@ -342,7 +342,7 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
         assert window.tokens["special"][0] and window.tokens["special"][1:].sum() == separators
 
     dropped = Cutter(tokenizer, 64, packed=packed, control="drop").cut([document])
-    assert [window.kept.sum() for window in dropped] == [len(ids) - whole.count("<")]
+    assert [window.is_row.sum() for window in dropped] == [len(ids) - whole.count("<")]
 
 
 def test_rows_of_massive_norm_that_remain_are_told_with_what_drops_them(

@@ -98,13 +98,13 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
         ]
         assert [i for i in range(bos, len(ids)) if ids[i] in (BOS, EOS)] == edges
         assert all(ids[i] == (BOS if bos else EOS) for i in edges)
-        assert window.kept.tolist() == [token not in (BOS, EOS) for token in ids]
+        assert window.is_row.tolist() == [token not in (BOS, EOS) for token in ids]
     assert all(context - 1 <= len(window.token_ids) <= context for window in windows[:-1])
     for number, token_ids in plain.items():
         assert [
             token
             for window in windows
-            for token in window.token_ids[window.kept & (window.tokens["document"] == number)]
+            for token in window.token_ids[window.is_row & (window.tokens["document"] == number)]
         ] == token_ids
 
 
@@ -129,7 +129,7 @@ def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, con
         assert len(rest) == len(every) - index - 1
         for found, (other, _) in zip(rest, every[index + 1 :], strict=True):
             assert found.token_ids.tolist() == other.token_ids.tolist()
-            own, others = (window.tokens["document"][window.kept] for window in (found, other))
+            own, others = (window.tokens["document"][window.is_row] for window in (found, other))
             assert own.tolist() == others.tolist()
             assert found.after == other.after
         assert again.left_out + type(again.left_out)(seen) == whole.left_out
@@ -157,7 +157,7 @@ def test_a_text_without_added_bos_keeps_its_own(tokenizers):
     cutter = Cutter(tokenizers[False], CONTEXT, prepend_bos=False)
     (window,) = cutter.cut(documents(["<bos>abc"]))
     assert window.token_ids[0] == BOS and len(window.token_ids) == 4
-    assert not window.kept[0] and not cutter.left_out
+    assert not window.is_row[0] and not cutter.left_out
 
 
 def test_no_window_begins_with_bos_twice(tokenizers):
@@ -165,7 +165,7 @@ def test_no_window_begins_with_bos_twice(tokenizers):
     cutter = Cutter(tokenizers[True], 5)
     windows = list(cutter.cut(documents(["<bos>abcd<bos>efgh<bos>ij"])))
     assert [window.token_ids.tolist().count(BOS) for window in windows] == [1, 1, 1]
-    assert sum(int(window.kept.sum()) for window in windows) == 10
+    assert sum(int(window.is_row.sum()) for window in windows) == 10
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -222,7 +222,7 @@ def extracted(home: Path, model: Path | list[str], **options: Any) -> Any:
 def cut(model: LanguageModel, texts: list[Document]) -> list[TextWindow]:
     """The windows that extraction makes of texts."""
     windows = Cutter(model.tokenizer, CONTEXT).cut(texts)
-    return [TextWindow(window.token_ids, window.kept) for window in windows]
+    return [TextWindow(window.token_ids, window.is_row) for window in windows]
 
 
 def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
