@@ -90,7 +90,7 @@ class TrainingConfig(Config):
         Positive | Literal["auto"],
         Shown(
             "Peak learning rate. auto: from the dimensions of the rows and the firing rate, higher for fewer than "
-            f"{DEFAULT_STEPS:,} steps, most with pam-sgd; with --init {TRAIN_ON:g} of sgd's."
+            f"{DEFAULT_STEPS:,} steps, most where the decoder is solved for; with --init {TRAIN_ON:g} of sgd's."
         ),
     ] = "auto"
     lr_warm_up: Annotated[
@@ -235,9 +235,7 @@ class SolverConfig(Config):
     implementation: ClassVar[str]
 
     smooths: ClassVar[bool] = True  # unless `--smoothing` says
-    # Of the default learning rate: the most where steps are few, and its power of a latent's firings per batch.
-    most_for_few: ClassVar[float] = 1.0
-    firings_power: ClassVar[float] = 2 / 3
+    descending: ClassVar[int] = 2  # weight matrices trained by gradient: encoder and decoder
 
     @property
     def can_fix(self) -> tuple[str, ...]:
@@ -304,8 +302,6 @@ class Revival(Config):
 class Sgd(Paper, Revival, SolverConfig):
     name: ClassVar[str] = "sgd"
     implementation: ClassVar[str] = "solver:SgdSolver"
-    # Batchtopk 32, 500 steps: FVU of Gemma 0.282, at 1.4 times the rate 0.276; of SmolLM2 0.242, 0.240.
-    most_for_few: ClassVar[float] = 1.4
 
     tied: Annotated[
         bool,
@@ -324,6 +320,8 @@ class Sgd(Paper, Revival, SolverConfig):
 @dataclass(frozen=True)
 class ClosedForm(SolverConfig):
     """Options of solvers with a decoder step; penalties are in the units of a sum of squared errors over all rows."""
+
+    descending: ClassVar[int] = 1  # the decoder is solved for
 
     alpha: Annotated[
         NonNegative | Literal["auto"],
@@ -377,11 +375,6 @@ class Pam(Paper, ClosedForm):
 class PamSgd(Revival, ClosedForm):
     name: ClassVar[str] = "pam-sgd"
     implementation: ClassVar[str] = "pam_sgd:PamSgdSolver"
-    # SmolLM2-135M-Instruct, topk 32, 500 steps: FVU 0.211, at twice the rate 0.200, at thrice 0.201.
-    most_for_few: ClassVar[float] = 2.0
-    # The same, 9,216 latents, 4,000 steps, topk 32: FVU 0.158 with 2/3, at twice that rate 0.149, at four times 0.162;
-    # sgd 0.161, 0.165, 0.197. L0 8: 0.258, 0.246, at 2.8 times 0.240; sgd 0.257, 0.265.
-    firings_power: ClassVar[float] = 1 / 4
 
     decoder_every: Annotated[
         Count | Literal["auto"],

@@ -81,30 +81,24 @@ def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
 
 
 def default_learning_rate(
-    d_in: int,
-    firings: float,
-    steps: int = DEFAULT_STEPS,
-    most_for_few: float = 1.0,
-    firings_power: float = 2 / 3,
+    d_in: int, firings: float, steps: int = DEFAULT_STEPS, descending: int = 2
 ) -> float:
-    """Peak learning rate of Adam, for rows of mean squared norm D.
+    """Peak learning rate of Adam, for rows of mean squared norm D and latents of `firings` > 0 per batch.
 
-        lr = 0.057 / sqrt(D) * min(1, firings / 4)^firings_power * max(1, min(most_for_few, (4000 / steps)^(1/3)))
+        lr = 0.057 / sqrt(D) * min(1, firings / 4)^(s^2 / 6) * max(1, min(2^(1 / s), (4000 / steps)^(1/3)))
 
-    A step of Adam moves a latent, of norm about 1, by up to `lr sqrt(D)`. A latent's steps are noisier if it fires on
-    few rows per batch: `firings`, above 0. Where the decoder is solved for, that matters less. Few steps are larger,
-    most where the decoder is solved for.
+    where s is the number of weight matrices that descend: 2, or 1 where the decoder is solved for. A step of Adam moves
+    a latent, of norm about 1, by up to `lr sqrt(D)`. Steps are noisier if it fires on few rows per batch, most where
+    its decoder descends too.
 
-    Powers are of the best rates of 4,000 steps: `sgd`'s on tiny-gemma2, digits, image patches and two worlds of known
-    features, `pam-sgd`'s on SmolLM2-135M-Instruct (9,216 latents, or L0 8) and Gemma 3 270M (L0 8). On SmolLM2 the best
-    rate does not rise beyond four firings: at L0 64 `sgd` has an FVU of 0.138 at 2.2e-3 and of 0.158 at 3.5e-3. Rows
-    enter by their number of dimensions alone: a spread, which a few rows of massive norm decide, made the rate 4 to 8
-    times too low on Gemma.
+    Held against sweeps at 200 to 4,000 steps and 0.8 to 8 firings (tests/benchmarks/README.md). Rows enter by their
+    dimensions alone: a spread, which a few rows of massive norm decide, made the rate 4 to 8 times too low on Gemma.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
-    rate = HIGHEST_RATE / math.sqrt(d_in) * min(1.0, firings / ENOUGH_FIRINGS) ** firings_power
-    return rate * max(1.0, min(most_for_few, (DEFAULT_STEPS / steps) ** (1 / 3)))
+    noise = min(1.0, firings / ENOUGH_FIRINGS) ** (descending**2 / 6)
+    haste = max(1.0, min(2 ** (1 / descending), (DEFAULT_STEPS / steps) ** (1 / 3)))
+    return HIGHEST_RATE / math.sqrt(d_in) * noise * haste
 
 
 @dataclass(frozen=True, eq=False)

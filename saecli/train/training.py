@@ -338,9 +338,7 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
         if plan.start:
             lr = TRAIN_ON * default_learning_rate(rows.d_in, firings)
         else:
-            lr = default_learning_rate(
-                rows.d_in, firings, plan.steps, plan.solver.most_for_few, plan.solver.firings_power
-            )
+            lr = default_learning_rate(rows.d_in, firings, plan.steps, plan.solver.descending)
     kept_out = plan.kept_out
     return Task(
         training,

@@ -263,11 +263,11 @@ def test_the_default_width_falls_with_rows_beyond_latents():
 def test_the_default_learning_rate_is_that_of_its_formula():
     assert default_learning_rate(128, 4) == default_learning_rate(128, 100) == pytest.approx(5e-3)
     assert default_learning_rate(512, 4) == pytest.approx(2.5e-3)
-    assert default_learning_rate(128, 0.5) == pytest.approx(1.25e-3)
-    assert default_learning_rate(128, 0.25, firings_power=0.25) == pytest.approx(2.5e-3)
-    few = [default_learning_rate(128, 4, steps, 2.0) for steps in (16_000, 4000, 2000, 1000, 100)]
-    assert few == pytest.approx([5e-3, 5e-3, 5e-3 * 2 ** (1 / 3), 5e-3 * 4 ** (1 / 3), 1e-2])
-    assert default_learning_rate(128, 4, 100) == pytest.approx(5e-3)  # sgd
+    for descending, noise, most in ((1, 0.5 ** (1 / 2), 2), (2, 0.25, 2**0.5)):
+        rare = default_learning_rate(128, 0.5, descending=descending)
+        assert rare == pytest.approx(5e-3 * noise)
+        few = [default_learning_rate(128, 4, n, descending) for n in (16_000, 4000, 3000, 100)]
+        assert few == pytest.approx([5e-3, 5e-3, 5e-3 * (4 / 3) ** (1 / 3), 5e-3 * most])
 
 
 def smoothing_solver(data: RowsInMemory, activation: Activation, config: SolverConfig) -> Solver:
