@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 import stat
@@ -13,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from .errors import ConfigError
 
@@ -112,20 +113,10 @@ def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Pa
     flush_to_disk(folder.parent)
 
 
-def storable(document: Any) -> Any:
-    """The document with NaN and infinities replaced by None."""
-    if isinstance(document, dict):
-        return {key: storable(value) for key, value in document.items()}
-    if isinstance(document, list | tuple):
-        return [storable(value) for value in document]
-    if isinstance(document, float) and not math.isfinite(document):
-        return None
-    return document
-
-
-def to_json(document: Any, indent: int | None = None) -> str:
-    """The document as JSON text, made `storable`."""
-    return json.dumps(storable(document), indent=indent, allow_nan=False)
+def to_json(document: Any, **layout: Any) -> str:
+    """The document as JSON text, NaN and infinities as null; `layout` as of `json.dumps`."""
+    plain = to_jsonable_python(document, inf_nan_mode="null")
+    return json.dumps(plain, allow_nan=False, **layout)
 
 
 def write_json(path: Path, document: Any) -> None:

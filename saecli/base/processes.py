@@ -96,7 +96,9 @@ class Communicator:
         return values[0]
 
     def barrier(self) -> None:
-        self.all_gather_object(None)
+        if self.world_size > 1:
+            with _peers() as dist:
+                dist.barrier()
 
     def main_first(self, find: Callable[[], Value]) -> Value:
         """Call `find` on every process, on rank 0 first: it caches checks that the others then need not make."""

@@ -1,10 +1,13 @@
-"""The rows of arrays in files: which files and arrays, and what is a row."""
+"""The rows of arrays in files: which files and arrays, what is a row, and the rows in blocks.
+
+Legend: R rows, F features.
+"""
 
 import glob
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import filter as matches_of
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,8 +21,6 @@ from ..base.words import counted
 from .arrays import (
     Array,
     Arrays,
-    ArraySource,
-    Part,
     check_memory,
     demand_rows,
     format_of,
@@ -28,7 +29,7 @@ from .arrays import (
     of_numpy,
     shards_of,
 )
-from .options import ImportConfig
+from .options import ImportConfig, StoredDtype
 
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
 TOKEN_IDS = {"token_ids": "token_id", "input_ids": "token_id"}  # keys of arrays, and their column
@@ -36,8 +37,117 @@ TOKEN_IDS = {"token_ids": "token_id", "input_ids": "token_id"}  # keys of arrays
 MANY = 10
 SHARD_NAMES = r"(\d-of-\d+\.\w+|\.parquet|\.index\.json)$"
 OF_FILES = ("key", "index", "flatten", "transpose", "mask", "shape")  # options
+BLOCK_BYTES = 16 << 20
 DEFAULTS = ImportConfig()
 Files: TypeAlias = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class ImportedArray:
+    """The rows of one array, opened when read: there may be more files than a process can have open."""
+
+    name: str  # in messages
+    shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
+    dtype: str
+    open: Callable[[], dict[str, Array]]  # "rows", and others by name
+    per_row: tuple[str, ...] = ()  # others that have a value for each row: "mask", and columns
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def kind(self) -> str:
+        """What rows that follow each other have in common."""
+        others = "".join(f" and {name}" for name in self.per_row)
+        return f"{len(self.shape)} axes of {self.dtype}, {self.shape[-1]:,} dimensions{others}"
+
+    def values(self, opened: Mapping[str, Array], elements: slice) -> dict[str, np.ndarray]:
+        """What `open` returned, of some elements: (R, F) float32 and (R,)."""
+        values = {}
+        for name in ("rows", *self.per_row):
+            shape = (-1, self.shape[-1]) if name == "rows" else (-1,)
+            kind = np.float32 if name in ("rows", "mask") else np.int64
+            # Overflow gives infinities; the store drops and counts such rows. A view would keep its file open.
+            with naming(self.name), np.errstate(over="ignore"):
+                values[name] = np.array(opened[name].read(elements), kind, order="C").reshape(shape)
+        if not np.isin(values.get("mask", 0), (0, 1)).all():
+            raise FormatError(
+                f"cannot import {self.name}: expected a --mask of 0 and 1, or of truth values, got others; choose "
+                "another array"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Rows of arrays, one after another."""
+
+    arrays: Sequence[ImportedArray]
+    files: Sequence[Path] = ()
+    is_of_documents: bool = False  # each array is one
+    likely_mask: str | None = None  # an array that may be the mask, if none is given
+
+    @property
+    def rows(self) -> int:
+        return sum(array.rows for array in self.arrays)
+
+    @property
+    def features(self) -> int:
+        return self.arrays[0].shape[-1]
+
+    @property
+    def dtype(self) -> StoredDtype:
+        """The precision that loses least: float16 or bfloat16 if that of the arrays, else float32."""
+        halves: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
+        return halves.get(self.arrays[0].dtype, "float32")
+
+    @property
+    def has_documents(self) -> bool:
+        return self.is_of_documents or len(self.arrays[0].shape) > 2
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        given = [name for name in self.arrays[0].per_row if name != "mask"]
+        return (*(("document", "position") if self.has_documents else ()), *given)
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Values from row `start` on, with which a block begins, in blocks of about 16 MiB, or of one document: the
+        first row's number; "rows", (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store.
+        """
+        most = BLOCK_BYTES // (4 * self.features)
+        gathered: list[dict[str, np.ndarray]] = []
+        rows = 0  # of those gathered
+        for values in self._pieces(start, most):
+            if gathered and rows + len(values["rows"]) > most:
+                yield start, _joined(gathered)
+                start, gathered, rows = start + rows, [], 0
+            gathered.append(values)
+            rows += len(values["rows"])
+        yield start, _joined(gathered)
+
+    def _pieces(self, start: int, most: int) -> Iterator[dict[str, np.ndarray]]:
+        """As `blocks`, each of one array, and of at most `most` rows."""
+        begin = documents = 0  # before the array
+        for array in self.arrays:
+            unit = array.rows // array.shape[0]  # rows per element of the first dimension
+            length = array.rows if self.is_of_documents else unit  # of a document
+            step = max(1, most // unit)
+            elements = range(max(0, start - begin) // unit, array.shape[0], step)
+            opened = array.open() if elements else {}
+            for element in elements:
+                values = array.values(opened, slice(element, element + step))
+                if self.has_documents:
+                    rows = element * unit + np.arange(len(values["rows"]))
+                    values |= {"document": documents + rows // length, "position": rows % length}
+                yield values
+            begin, documents = begin + array.rows, documents + array.rows // length
+
+
+def _joined(gathered: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if len(gathered) == 1:
+        return gathered[0]
+    return {name: np.concatenate([values[name] for values in gathered]) for name in gathered[0]}
 
 
 def files_of(words: Sequence[str]) -> list[Path]:
@@ -72,26 +182,26 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
         return SAMPLES[words[0]]()
     files = files_of(words)
     listed = lru_cache(maxsize=1)(partial(list_arrays, config=config))
-    parts: list[Part] = []
+    imported: list[ImportedArray] = []
     likely_mask = None
     for path in files:
         with naming(str(path)):
             keys = _chosen(listed(path), path, config)
             several = len(files) > 1 or len(keys) > 1
-            parts += [_part(path, key, listed, config, several) for key in keys]
-            likely_mask = likely_mask or _likely_mask(listed(path), keys, parts[-1])
-    first = parts[0]
-    for part in parts:
-        if part.kind != first.kind:
+            imported += [_imported(path, key, listed, config, several) for key in keys]
+            likely_mask = likely_mask or _likely_mask(listed(path), keys, imported[-1])
+    first = imported[0]
+    for array in imported:
+        if array.kind != first.kind:
             raise FormatError(
-                f"cannot import {part.name} with {first.name}: expected {first.kind}, got {part.kind}; "
+                f"cannot import {array.name} with {first.name}: expected {first.kind}, got {array.kind}; "
                 "leave it out, or convert it"
             )
     shards = sorted({shard for path in files for shard in shards_of(path)})
     is_shards = all(re.search(SHARD_NAMES, path.name) for path in files)
-    is_texts = "token_id" in first.per_row or len(parts) >= MANY
-    by_part = len(parts) > 1 and len(first.shape) == 2 and is_texts and not is_shards
-    return ArraySource(parts, [*files, *shards], by_part, likely_mask)
+    is_texts = "token_id" in first.per_row or len(imported) >= MANY
+    are_documents = len(imported) > 1 and len(first.shape) == 2 and is_texts and not is_shards
+    return ArraySource(imported, [*files, *shards], are_documents, likely_mask)
 
 
 def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
@@ -124,9 +234,9 @@ def _parent(key: str) -> str:
     return key[: max(key.rfind("."), key.rfind("/")) + 1]
 
 
-def _part(
+def _imported(
     path: Path, key: str, listed: Callable[[Path], Arrays], config: ImportConfig, several: bool
-) -> Part:
+) -> ImportedArray:
     def opened() -> dict[str, Array]:
         return _opened(listed(path), key, path, config, several)
 
@@ -157,27 +267,30 @@ def _part(
     # An allocator need not refuse what a file claims.
     to_fit = f"one row or document of its shape, {rows.shape}, is as large; check the shape"
     check_memory(name, 4 * math.prod(rows.shape[1:]), to_fit)
-    return Part(name, shape, rows.dtype, fitting if is_reshaped else opened, tuple(per_row))
+    return ImportedArray(
+        name, shape, rows.dtype, fitting if is_reshaped else opened, tuple(per_row)
+    )
 
 
-def _likely_mask(arrays: Arrays, keys: Sequence[str], part: Part) -> str | None:
+def _likely_mask(arrays: Arrays, keys: Sequence[str], imported: ImportedArray) -> str | None:
     """An array, none of the rows, that leaves out some positions of the last of them."""
-    for name in arrays if "mask" not in part.per_row else ():
-        own_name = name.removeprefix(_parent(keys[-1]))
-        if name in keys or own_name in TOKEN_IDS:
+    for name in arrays if "mask" not in imported.per_row else ():
+        short_name = name.removeprefix(_parent(keys[-1]))
+        if name in keys or short_name in TOKEN_IDS:
             continue
         array = arrays[name]()
-        if _is_of(array.shape, part.shape[:-1]):
+        if _is_of(array.shape, imported.shape[:-1]):
             values = np.asarray(array.read(slice(None)))
             if np.isin(values, (0, 1)).all() and not values.all():
-                return own_name
+                return short_name
     return None
 
 
 def _is_of(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
     """Whether an array has a value for each position, in their order: of their axes, but for some of 1, or in one."""
-    own, others = ([length for length in each if length > 1] for each in (shape, positions))
-    return own == others or (1 in (len(own), len(others)) and math.prod(own) == math.prod(others))
+    axes, others = ([length for length in each if length > 1] for each in (shape, positions))
+    is_flat = 1 in (len(axes), len(others))
+    return axes == others or (is_flat and math.prod(axes) == math.prod(others))
 
 
 def _opened(
@@ -191,7 +304,7 @@ def _opened(
     found = {
         column: arrays[prefix + name]()
         for name, column in ((config.mask, "mask"), *TOKEN_IDS.items())
-        for prefix in ("", _parent(key))  # its own ones count
+        for prefix in ("", _parent(key))  # those next to it count
         if name and prefix + name in arrays
     }
     return {"rows": rows, **found}
@@ -268,7 +381,9 @@ def _row_shape(
 def _sample(rows: np.ndarray, **columns: np.ndarray) -> ArraySource:
     values = {"rows": rows, **columns}
     arrays = {name: Array(each.shape, "float32", each.__getitem__) for name, each in values.items()}
-    return ArraySource((Part("sample", rows.shape, "float32", lambda: arrays, tuple(columns)),))
+    return ArraySource(
+        (ImportedArray("sample", rows.shape, "float32", lambda: arrays, tuple(columns)),)
+    )
 
 
 def _digits() -> ArraySource:

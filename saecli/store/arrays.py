@@ -1,10 +1,6 @@
-"""Arrays in files: the formats, and the rows of an array as imported.
+"""Arrays in files, of each format.
 
 A format is one function, which lists a file's arrays by key ("" for the only one), and one line in `ARRAY_FORMATS`.
-
-A source is the rows of one array or more.
-
-Legend: R rows, F features.
 """
 
 import gzip
@@ -14,7 +10,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -28,13 +24,12 @@ from ..base.documents import read_json
 from ..base.errors import FormatError
 from ..base.machine import available_memory
 from ..base.words import size_words
-from .options import SUFFIXES, ImportConfig, StoredDtype
+from .options import SUFFIXES, ImportConfig
 
 if TYPE_CHECKING:
     import h5py
     from pyarrow.parquet import ParquetFile
 
-BLOCK_BYTES = 16 << 20
 ROW_NUMBERS = r"bool|uint8|b?float\d+"  # as activations and images have them
 IN_PIECES = "save it as .npy, which is read in pieces"
 IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -53,114 +48,6 @@ class Array:
 
 
 Arrays = dict[str, Callable[[], Array]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of one array, opened when read: there may be more files than a process can have open."""
-
-    name: str  # in messages
-    shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
-    dtype: str
-    open: Callable[[], dict[str, Array]]  # "rows", and others by name
-    per_row: tuple[str, ...] = ()  # others that have a value for each row: "mask", and columns
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape[:-1])
-
-    @property
-    def kind(self) -> str:
-        """What rows that follow each other have in common."""
-        others = "".join(f" and {name}" for name in self.per_row)
-        return f"{len(self.shape)} axes of {self.dtype}, {self.shape[-1]:,} dimensions{others}"
-
-    def values(self, arrays: Mapping[str, Array], elements: slice) -> dict[str, np.ndarray]:
-        """What `open` returned, of some elements: (R, F) float32 and (R,)."""
-        values = {}
-        for name in ("rows", *self.per_row):
-            shape = (-1, self.shape[-1]) if name == "rows" else (-1,)
-            kind = np.float32 if name in ("rows", "mask") else np.int64
-            # Overflow gives infinities; the store drops and counts such rows. A view would keep its file open.
-            with naming(self.name), np.errstate(over="ignore"):
-                values[name] = np.array(arrays[name].read(elements), kind, order="C").reshape(shape)
-        if not np.isin(values.get("mask", 0), (0, 1)).all():
-            raise FormatError(
-                f"cannot import {self.name}: expected a --mask of 0 and 1, or of truth values, got others; choose "
-                "another array"
-            )
-        return values
-
-
-@dataclass(frozen=True)
-class ArraySource:
-    """Rows of arrays, one after another; `by_part` if each array is a document."""
-
-    parts: Sequence[Part]
-    files: Sequence[Path] = ()
-    by_part: bool = False
-    likely_mask: str | None = None  # an array that may be the mask, if none is given
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def features(self) -> int:
-        return self.parts[0].shape[-1]
-
-    @property
-    def dtype(self) -> StoredDtype:
-        """The precision that loses least: float16 or bfloat16 if the arrays' own, else float32."""
-        own_types: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
-        return own_types.get(self.parts[0].dtype, "float32")
-
-    @property
-    def has_documents(self) -> bool:
-        return self.by_part or len(self.parts[0].shape) > 2
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        given = [name for name in self.parts[0].per_row if name != "mask"]
-        return (*(("document", "position") if self.has_documents else ()), *given)
-
-    def blocks(self, start: int = 0) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Values from row `start` on, with which a block begins, in blocks of about 16 MiB, or of one document: the
-        first row's number; "rows", (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store.
-        """
-        most = BLOCK_BYTES // (4 * self.features)
-        held: list[dict[str, np.ndarray]] = []
-        rows = 0  # of the values held
-        for values in self._pieces(start, most):
-            if held and rows + len(values["rows"]) > most:
-                yield start, _joined(held)
-                start, held, rows = start + rows, [], 0
-            held.append(values)
-            rows += len(values["rows"])
-        yield start, _joined(held)
-
-    def _pieces(self, start: int, most: int) -> Iterator[dict[str, np.ndarray]]:
-        """As `blocks`, each of one part, and of at most so many rows."""
-        begin = documents = 0  # before the part
-        for part in self.parts:
-            unit = part.rows // part.shape[0]  # rows per element of the first dimension
-            length = part.rows if self.by_part else unit  # of a document
-            step = max(1, most // unit)
-            elements = range(max(0, start - begin) // unit, part.shape[0], step)
-            arrays = part.open() if elements else {}
-            for element in elements:
-                values = part.values(arrays, slice(element, element + step))
-                if self.has_documents:
-                    rows = element * unit + np.arange(len(values["rows"]))
-                    values |= {"document": documents + rows // length, "position": rows % length}
-                yield values
-            begin, documents = begin + part.rows, documents + part.rows // length
-
-
-def _joined(held: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    if len(held) == 1:
-        return held[0]
-    return {name: np.concatenate([values[name] for values in held]) for name in held[0]}
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, get_args
 
@@ -15,15 +16,14 @@ from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
 from ..base.processes import writing_thread
 from ..base.words import counted, flag_of, printable, size_words
-from .array_files import Files, open_array
-from .arrays import ArraySource
+from .array_files import ArraySource, Files, open_array
 from .blocks import RowBlock
 from .opening import DERIVED, finished_store, note_when_stopped, warn_of_nonfinite
 from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .values import CODES
-from .worlds import stored_world, world_of
+from .worlds import World, stored_world, world_of
 from .writer import StoreWriter
 
 SYNTHETIC = "synthetic"
@@ -33,8 +33,8 @@ OF_WORLDS = options_of(SyntheticConfig).keys()
 # Part of a request if they are set.
 OF_ROWS = ("max_norm_multiple", "index", "transpose", "mask", "drop_zeros")
 WORLD_SHARD_ROWS = 32_768  # true codes of a shard are held in memory until it is whole
-# From a row on: the first row's number, and the values of a block, as `ArraySource.blocks`.
-Blocks: TypeAlias = Callable[[int], Iterator[tuple[int, Mapping[str, Any]]]]
+# From a row on: each block's first row, and its values, as `ArraySource.blocks`.
+Blocks: TypeAlias = Iterator[tuple[int, Mapping[str, Any]]]
 
 
 def import_array(
@@ -61,10 +61,7 @@ def import_array(
     if not words:
         raise ConfigError("there is nothing to import: expected a file or more, got none; name one")
     listener = listening(progress)
-    for option in sorted(OF_WORLDS & options.keys()):
-        raise ConfigError(
-            f"{flag_of(option)} does nothing with {words[0]}; leave it out, or import synthetic"
-        )
+    _refuse(OF_WORLDS & options.keys(), words[0], "leave it out, or import synthetic")
     demand_known("import_array", options, options_of(ImportConfig), "import")
     if isinstance(options.get("shape"), tuple | list):
         options["shape"] = ",".join(map(str, options["shape"]))
@@ -85,17 +82,30 @@ def import_array(
         columns=source.columns,
         max_norm_multiple=config.max_norm_multiple,
     )
+    if (finished := finished_store(folder, meta.request_hash)) is not None:
+        return finished
+    _warn_of_rows(words[0], source, config, listener)
+    zeros = _fill(
+        folder, meta, source.rows, source.blocks, "importing", listener, config.drop_zeros
+    )
+    store = ActivationStore.open(folder)
+    if zeros and not config.drop_zeros:
+        listener.warn(
+            f"{folder.name}: {zeros:,} of {store.rows:,} rows are all 0, as padding and unfilled arrays are; "
+            "--drop-zeros leaves them out"
+        )
+    return store
 
-    def begin() -> Blocks:
-        _warn_of_rows(words[0], source, config, listener)
-        return source.blocks
 
-    return _stored(folder, meta, source.rows, "importing", listener, begin, config.drop_zeros)
+def _refuse(options: Iterable[str], source: str, remedy: str) -> None:
+    """ConfigError for an option that belongs to the other kind of import."""
+    for option in sorted(options):
+        raise ConfigError(f"{flag_of(option)} does nothing with {source}; {remedy}")
 
 
-def _stored_dtype(config: ImportConfig, own: StoredDtype) -> StoredDtype:
+def _stored_dtype(config: ImportConfig, default: StoredDtype) -> StoredDtype:
     if config.dtype is None or config.shape:  # raw binary's is that of its numbers
-        return own
+        return default
     if config.dtype not in get_args(StoredDtype):
         raise ConfigError(
             f"--dtype {config.dtype} is a type of raw binary, with --shape; a store's is one of "
@@ -105,8 +115,8 @@ def _stored_dtype(config: ImportConfig, own: StoredDtype) -> StoredDtype:
 
 
 def _warn_of_rows(name: str, source: ArraySource, config: ImportConfig, listener: Listener) -> None:
-    parts = source.parts
-    if source.rows < source.features and source.files and len(parts) == 1 and not config.flatten:
+    arrays = source.arrays
+    if source.rows < source.features and source.files and len(arrays) == 1 and not config.flatten:
         listener.warn(
             f"{name}: {counted(source.rows, 'row')} of {source.features:,} dimensions, fewer rows than dimensions; "
             f"if its columns are the rows, {'leave out' if config.transpose else 'add'} --transpose"
@@ -115,9 +125,9 @@ def _warn_of_rows(name: str, source: ArraySource, config: ImportConfig, listener
         listener.warn(
             f"{name}: {mask} has a 0 or 1 for each position; if it marks padding, add --mask {mask}"
         )
-    if len(parts) > 1 and len(parts[0].shape) == 2:
-        held_out = "whole arrays" if source.by_part else "single rows"
-        listener.note(f"{name}: {len(parts):,} arrays; {held_out} are held out as test rows")
+    if len(arrays) > 1 and len(arrays[0].shape) == 2:
+        held_out = "whole arrays" if source.is_of_documents else "single rows"
+        listener.note(f"{name}: {len(arrays):,} arrays; {held_out} are held out as test rows")
 
 
 def _record(file: str, source: ArraySource, config: ImportConfig) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _record(file: str, source: ArraySource, config: ImportConfig) -> dict[str, A
     elif sums:
         sha256 = sums[0][1]
     else:
-        rows = np.ascontiguousarray(source.parts[0].open()["rows"].read(slice(None)))
+        rows = np.ascontiguousarray(source.arrays[0].open()["rows"].read(slice(None)))
         sha256 = hashlib.sha256(rows.data).hexdigest()
     record: dict[str, Any] = {
         "kind": "array",
@@ -142,7 +152,7 @@ def _record(file: str, source: ArraySource, config: ImportConfig) -> dict[str, A
     if config.flatten == "positions":
         record["flatten"] = config.flatten
     if config.shape:
-        record["numbers"] = [config.dtype, *source.parts[0].shape]
+        record["numbers"] = [config.dtype, *source.arrays[0].shape]
     return record
 
 
@@ -165,8 +175,7 @@ def import_synthetic(
     Raises ConfigError for an option that is unknown, invalid, or has no effect here, and as `import_array`.
     """
     listener = listening(progress)
-    for option in sorted(OF_ARRAYS & options.keys()):
-        raise ConfigError(f"{flag_of(option)} does nothing with synthetic; leave it out")
+    _refuse(OF_ARRAYS & options.keys(), SYNTHETIC, "leave it out")
     demand_known("import_synthetic", options, [*OF_WORLDS, *OF_BOTH], "import synthetic")
     shape = ImportConfig(**{name: options.pop(name) for name in OF_BOTH & options.keys()})
     config, dtype = SyntheticConfig(**options), _stored_dtype(shape, "float32")
@@ -179,26 +188,25 @@ def import_synthetic(
         shard_rows=shape.shard_rows or rows_per_shard(config.d_in, dtype, WORLD_SHARD_ROWS),
         world=WorldRecord(config.features),
     )
-
     folder = _folder(home, name, SYNTHETIC)
+    if (finished := finished_store(folder, meta.request_hash)) is not None:
+        return finished
+    blocks = partial(_world_blocks, folder, config, world_of(config))
+    _fill(folder, meta, config.rows, blocks, "sampling", listener)
+    return ActivationStore.open(folder)
 
-    def begin() -> Blocks:
-        world = world_of(config)
 
-        def blocks(start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-            path, own = folder / WORLD_FILE, world
-            if path.exists():  # whose last bits may be of another machine's matrix products
-                own = stored_world(folder)
-            else:
-                with appearing_whole(path) as temporary:
-                    temporary.write_bytes(own.to_bytes())
-            for first in range(start, config.rows, own.block_rows):
-                codes = own.codes(config.seed, first // own.block_rows)[: config.rows - first]
-                yield first, {"rows": own.rows(codes), CODES: codes}
-
-        return blocks
-
-    return _stored(folder, meta, config.rows, "sampling", listener, begin)
+def _world_blocks(folder: Path, config: SyntheticConfig, world: World, start: int) -> Blocks:
+    """Rows and true codes of a world, which a file in the store's folder records."""
+    path = folder / WORLD_FILE
+    if path.exists():  # whose last bits may be of another machine's matrix products
+        world = stored_world(folder)
+    else:
+        with appearing_whole(path) as temporary:
+            temporary.write_bytes(world.to_bytes())
+    for first in range(start, config.rows, world.block_rows):
+        codes = world.codes(config.seed, first // world.block_rows)[: config.rows - first]
+        yield first, {"rows": world.rows(codes), CODES: codes}
 
 
 def is_world(source: str) -> bool:
@@ -212,19 +220,16 @@ def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:
     )
 
 
-def _stored(
+def _fill(
     folder: Path,
     meta: StoreMeta,
     rows: int,
+    blocks_from: Callable[[int], Blocks],
     label: str,
     listener: Listener,
-    begin: Callable[[], Blocks],
     drop_zeros: bool = False,
-) -> ActivationStore:
-    """The finished store of a request, which is filled, or filled further, if it is none yet."""
-    if (finished := finished_store(folder, meta.request_hash)) is not None:
-        return finished
-    blocks = begin()
+) -> int:
+    """Fill a store, or go on filling it, and finish it; the number of its rows that are all 0."""
     with (
         note_when_stopped(listener) as folders,
         StoreWriter.open(folder, meta) as writer,
@@ -233,33 +238,37 @@ def _stored(
     ):
         folders.append(folder)
         _demand_room(folder, rows - writer.rows, meta)
-        cursor = writer.cursor or {"row": 0}
-        zeros = cursor.get("_zeros", 0)
+        start = writer.cursor or {"row": 0}
+        zeros = start.get("_zeros", 0)
         if writer.rows:
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
-        for first, values in () if writer.meta.complete else blocks(cursor["row"]):
+        for first, values in () if writer.meta.complete else blocks_from(start["row"]):
             cursor = {"row": first, "_zeros": zeros}
-            with np.errstate(invalid="ignore"):  # signalling NaNs, dropped as they are stored
-                nonzero = values["rows"].any(axis=1)
-            unmasked = values.get("mask", np.ones(len(nonzero))) > 0
-            zeros += int((unmasked & ~nonzero).sum())
-            kept = unmasked & nonzero if drop_zeros else unmasked
-            before = np.cumsum(kept)
-            dropped = {"masked": before[~unmasked], "all_zero": before[unmasked & ~kept]}
-            if not kept.all():
-                values = {name: column[kept] for name, column in values.items()}
-            columns = {name: values[name] for name in meta.row_values}
-            block = RowBlock(values["rows"], columns, dropped)
+            block, zero_rows = _block(values, meta.row_values, drop_zeros)
+            zeros += zero_rows
             pool.submit(writer.append, block, cursor).result()
             show(writer.rows)
         writer.finish()
-    if zeros and not drop_zeros:
-        listener.warn(
-            f"{folder.name}: {zeros:,} of {writer.rows:,} rows are all 0, as padding and unfilled arrays are; "
-            "--drop-zeros leaves them out"
-        )
     warn_of_nonfinite(folder.name, writer.meta, listener)
-    return ActivationStore.open(folder)
+    return zeros
+
+
+def _block(
+    values: Mapping[str, Any], columns: Iterable[str], drop_zeros: bool
+) -> tuple[RowBlock, int]:
+    """The rows of a block that are not masked, nor all 0 if these are dropped; and the number of zero rows."""
+    rows = values["rows"]
+    with np.errstate(invalid="ignore"):  # signalling NaNs, dropped as they are stored
+        nonzero = rows.any(axis=1)
+    unmasked = values.get("mask", np.ones(len(rows))) > 0
+    chosen = unmasked & nonzero if drop_zeros else unmasked
+    before = np.cumsum(chosen)
+    dropped = {"masked": before[~unmasked], "all_zero": before[unmasked & ~chosen]}
+    stored = {name: values[name] for name in columns}
+    if not chosen.all():
+        rows = rows[chosen]
+        stored = {name: column[chosen] for name, column in stored.items()}
+    return RowBlock(rows, stored, dropped), int((unmasked & ~nonzero).sum())
 
 
 def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:

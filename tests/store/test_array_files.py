@@ -22,7 +22,7 @@ import saecli
 from saecli.base import machine
 from saecli.base.errors import ConfigError, FormatError, StoreError
 from saecli.sae.formats.common import read_npz
-from saecli.store import arrays as array
+from saecli.store import array_files
 from saecli.store.array_files import open_array
 from saecli.store.options import ImportConfig
 from saecli.store.reader import ActivationStore
@@ -105,7 +105,7 @@ MADE = {
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("block", [40, 10_000])
 def test_parts_follow_each_other_in_the_order_of_their_numbers(tmp_path, monkeypatch, kind, block):
-    monkeypatch.setattr(array, "BLOCK_BYTES", block * 6 * 4)
+    monkeypatch.setattr(array_files, "BLOCK_BYTES", block * 6 * 4)
     write, options = MADE[kind]
     file = write(tmp_path)
     np.testing.assert_array_equal(values_of(file, **options)["rows"], TOGETHER)

@@ -21,9 +21,9 @@ from sklearn.datasets import load_sample_images
 from storing import collect, make_store
 
 from saecli.base.errors import ConfigError, FormatError
-from saecli.store import arrays as array
-from saecli.store.array_files import open_array
-from saecli.store.arrays import Array, ArraySource, Part
+from saecli.store import array_files
+from saecli.store.array_files import ArraySource, ImportedArray, open_array
+from saecli.store.arrays import Array
 from saecli.store.options import ImportConfig
 from saecli.store.reader import ActivationStore
 from saecli.train.rows import ArrayRows
@@ -88,7 +88,7 @@ def rows_of(source, start=0):
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "a.hdf5"])  # which is as a.h5
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", "|u1"])
 def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch, name, dtype):
-    monkeypatch.setattr(array, "BLOCK_BYTES", 7 * 12 * 4)
+    monkeypatch.setattr(array_files, "BLOCK_BYTES", 7 * 12 * 4)
     values = (ROWS * 40 + 100).astype(dtype)
     WRITERS[name](tmp_path / name, values)
     source = opened(tmp_path / name, flatten="features")
@@ -253,9 +253,9 @@ def test_blocks_are_a_reshape_read_once_from_any_block_on(shape, most, data):
     values = np.arange(math.prod(shape)).reshape(shape)
     read = []
     rows = Array(shape, "float32", lambda part: read.append(values[part].size) or values[part])
-    source = ArraySource([Part("x", tuple(shape), "float32", lambda: {"rows": rows})])
+    source = ArraySource([ImportedArray("x", tuple(shape), "float32", lambda: {"rows": rows})])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array, "BLOCK_BYTES", 4 * most)
+        patch.setattr(array_files, "BLOCK_BYTES", 4 * most)
         blocks = [(begin, block["rows"]) for begin, block in source.blocks()]
         assert sum(read) == values.size
         np.testing.assert_array_equal(

@@ -6,7 +6,6 @@ read files.
 """
 
 import html
-import json
 import re
 from collections.abc import Iterable
 from importlib.resources import files
@@ -16,7 +15,7 @@ from typing import Any
 
 from ...base.console import Listener
 from ...base.errors import ConfigError
-from ...base.files import folder_appearing_whole, folder_bytes, is_free, storable
+from ...base.files import folder_appearing_whole, folder_bytes, is_free, to_json
 from ...measure.report import LatentReport
 from .pages import LatentPages, overview
 
@@ -29,9 +28,7 @@ UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "
 
 def as_script(document: Any) -> str:
     """A document as JSON that is also a JavaScript expression, safe inside a script element."""
-    text = json.dumps(
-        storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
+    text = to_json(document, ensure_ascii=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda match: UNSAFE[match[0]], text)
 
 
