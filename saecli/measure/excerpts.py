@@ -1,8 +1,7 @@
 """Excerpts of texts on which a latent fires, and of others: from some to label it, from others to score the label.
 
-They come from two samples of a store's documents, of training and of held-out rows, whose tokens and codes are held in
-memory: at most `TRAIN_ROWS`, `TEST_ROWS` and, of each, `MOST_CODES` codes (8 bytes each) or one batch. Cost: encoding
-them once.
+They come from two samples of a store's documents, of training and of held-out rows, in memory: at most `TRAIN_ROWS`,
+`TEST_ROWS` and, of each, `MOST_CODES` codes (8 bytes each) or one batch. Cost: encoding them once.
 
 Shapes: n tokens of both samples, W windows, E excerpts, C chosen latents, F = d_sae.
 """
@@ -131,8 +130,8 @@ class Corpus:
 def gather(
     run: Measured, latents: Sequence[int] | None, count: int | None, listener: Listener
 ) -> Corpus:
-    """Read and encode both samples of the run's store, and choose latents: those given, by default all that fire, or
-    `count` of them, drawn at random. Its store keeps tokens."""
+    """Read and encode both samples of the run's store, which keeps tokens, and choose latents: those given, or all that
+    fire, or `count` of them at random."""
     training = _some(run, "train", TRAIN_ROWS)
     cofiring = CoFiring(run.sae.d_sae, training.rows.rows)
     train = list(_sample(training, cofiring, listener))

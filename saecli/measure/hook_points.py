@@ -5,16 +5,16 @@ compare, and W_ip latent i's decoder at hook point p (FVU is of raw rows),
 
     share_ip = ||W_ip|| / sum_q ||W_iq||
 
-is 1 for a latent of p alone, and 1/P for one that all P hook points have alike. L1 drives decoders of hook points that
-need a latent less to zero, whether or not they lack it. Latent scaling asks the rows themselves: the multiple of the
-latent's part, along its decoder where it is largest, that leaves the least squared error at p,
+is 1 for a latent of p alone, and 1/P for one that all P hook points have alike. But L1 drives decoders to zero also
+where a latent is needed less. Latent scaling asks the rows: the multiple of the latent's part, along its decoder where
+it is largest, that leaves the least squared error at p,
 
     beta_ip = argmin_b sum ||e_p + z_i W_ip - b z_i W_ip*||^2,    p* = argmax_q ||W_iq||
 
-with e_p the error of p's reconstruction. A latent that only p* has gets 0 at the others, one with the same direction
-there too gets 1, whatever its decoder norms. For a decoder without a ridge, e_p is orthogonal to z_i. The same multiple
-for the reconstruction, r_p = sum_j z_j W_jp, instead of e_p + z_i W_ip, says what other latents carry there. Their
-ratios to those at p* are nu^epsilon and nu^r of Minder et al.: a latent exclusive to p* by decoder norm may show
+with e_p the error of p's reconstruction: 0 for a latent that only p* has, 1 for one with the same direction at p. The
+same multiple for the reconstruction, r_p = sum_j z_j W_jp, instead of e_p + z_i W_ip, says what other latents carry
+there. Their ratios to those at p* are nu^epsilon and nu^r of Minder et al.: a latent exclusive to p* by decoder norm
+may show
 
     complete shrinkage    nu^epsilon above `SHRUNK`: the error elsewhere holds what its decoder there lacks
     latent decoupling     nu^r above `DECOUPLED`: elsewhere other latents, firing with it, carry its direction
@@ -45,7 +45,7 @@ SHRUNK, DECOUPLED = 0.2, 0.5  # Minder et al.'s thresholds
 
 
 class HookPointSums:
-    """Sums over rows for a crosscoder's `share` and both `beta`, float64."""
+    """Sums over rows, float64."""
 
     def __init__(self, sae: SAE) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=sae.W_enc.device)
@@ -132,10 +132,10 @@ def hook_points_document(measured: Measured, listener: Listener) -> dict[str, An
     """What `saecli.sparsity` adds for a crosscoder, in one more pass over the rows; nothing for others.
 
     Returns:
-        `places`: for each the `name` of its model, or if these do not differ of its store, `width`, `fvu`, and
-        `exclusive`, the number of latents with a share above `EXCLUSIVE`; `shared`, the number of latents whose every
-        share is above `SHARED` / P; `share` and `scaling` (beta), lists of P numbers per latent; `nu_error` and
-        `nu_reconstruction`, largest over the other hook points; and `class`, per latent. None where unknown.
+        `places`: for each the `name` of its model, or of its store, `width`, `fvu`, and `exclusive`, the latents with a
+        share above `EXCLUSIVE`; `shared`, the latents whose every share is above `SHARED` / P; per latent `share` and
+        `scaling` (beta), P numbers each, `nu_error` and `nu_reconstruction`, largest over the other hook points, and
+        `class`. None where unknown.
     """
     widths = measured.sae.widths
     if not widths:

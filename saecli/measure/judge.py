@@ -3,13 +3,13 @@
     detection   given a label, does the latent fire in an excerpt? In some it does; in others it is silent: random, or
                 `near`, where a latent near it fires
     fuzzing     given a label, does the latent fire on the marked tokens of an excerpt? In half of the
-                excerpts they are; in the others, as many others are marked at random
+                excerpts it does; in the others, an equal number is marked at random
 
-A score is a balanced accuracy, the mean of the fractions of yes and of no that are right: 0.5 for a judge that guesses,
-or that says one thing only. An answer that is no list of as many verdicts is counted, and left out.
+A score is a balanced accuracy: 0.5 for a judge that guesses, or that says one thing only. An answer that is no list of
+verdicts, one per excerpt, is counted, and left out.
 
-Three labels of each latent are scored on the same excerpts: the judge's own; the rule's, made without a language model;
-and, as the floor, another latent's: the judge's labels, shuffled so that none stays where it was.
+Three labels of each latent are scored on the same excerpts: the judge's; the rule's; and, as the floor, another
+latent's of the judge's.
 
 Source: Paulo et al., "Automatically Interpreting Millions of Features in Large Language Models" (arXiv:2410.13928).
 """
@@ -152,7 +152,7 @@ def detection(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Quest
 def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Question]:
     """Questions on the firing excerpts; a random half is marked wrongly.
 
-    Those in which most of the store's rows are active are left out: there are not as many others to mark.
+    Left out are those with too few silent tokens to mark.
     """
     draw = np.random.default_rng([seed, excerpts.latent, 1])
     usable = []

@@ -44,7 +44,7 @@ MERGED_WINDOWS = 128  # examined before the smallest examples are updated
 
 
 def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[int]:
-    """Latents of the SAE of this name, as given; ConfigError for a number that it lacks, or one that is there twice."""
+    """The latents as a list; ConfigError for a number that the SAE of this name lacks, or one given twice."""
     chosen = np.ravel(latents)
     is_whole = chosen.size and chosen.dtype.kind in "iu"
     if not is_whole or chosen.min() < 0 or chosen.max() >= d_sae:
@@ -150,7 +150,7 @@ def bin_edges() -> np.ndarray:
 class Magnitudes:
     """Histogram, sum and maximum of the sizes `|z|` of each latent's non-zero codes.
 
-    Bins are fixed and the same for all latents, so that one pass is enough at any scale. Memory: 192 counts per latent.
+    Bins are the same for all latents. Memory: 192 counts per latent.
     """
 
     def __init__(self, d_sae: int, device: torch.device | str = "cpu") -> None:
@@ -284,12 +284,9 @@ def by_size(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
 
 
 def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
-    """A random number in [0, 1) for each non-zero code, else 0, (B, C), under which the examples are a random sample of
-    the rows on which a latent fires.
-
-    Each row has a number, which each latent, (C,), turns by its own along a circle: as random for a latent as numbers
-    of its own, in a fraction of the time.
-    """
+    """A random number in [0, 1) for each non-zero code, else 0, (B, C): the examples are then a random sample of the
+    rows on which a latent fires. A row's number is turned along a circle by each latent's, in place of a draw for each
+    pair."""
     turned = _uniform(numbers).to(z.device)[:, None] + _uniform(~latents).to(z.device)
     return turned.frac_().mul_(z != 0)
 
@@ -312,8 +309,7 @@ class _Peaks(NamedTuple):
 class Examples:
     """The N windows that rank first for each chosen latent, merged batch by batch.
 
-    A window counts once, at its first code of highest rank, and so do windows with equal excerpts, so that a repeated
-    text does not fill the list. Of equal ranks the first in the store is kept.
+    A window counts once, at its first code of highest rank; of windows with equal excerpts the first.
 
     Args:
         count: N.
@@ -359,10 +355,9 @@ class Examples:
 
         Returns:
             Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
-            row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also
-            `document` and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's
-            token ids, -1 after its end, those that are no rows too, with code 0; of chats `role`, (C, N, T), or
-            `NOT_STORED`.
+            row within the store; `code`, (C, N, T), with T = 1 without tokens. With tokens also `document` and
+            `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), ids, -1 after the excerpt's
+            end; of chats `role`, (C, N, T), `NOT_STORED` for tokens that are no rows.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         return {name: column[indices] for name, column in self._table.items() if name != "mark"}

@@ -122,8 +122,8 @@ def most_frequent(run: Measured, count: int, listener: Listener) -> list[int]:
 def _texts_and_unembedding(
     run: Measured, model: Any, notes: list[str]
 ) -> "tuple[ShownTexts, tuple[Unembedding, slice] | None]":
-    """The texts of a store's tokens, by the tokenizer of a model, by default of the one that the store names; and the
-    model's unembedding, with the columns of W_dec at its last hook point; notes gets sentences on missing parts."""
+    """The texts of a store's tokens, by default of the model that it names; and the model's unembedding, with the
+    columns of W_dec at its last hook point."""
     store, stored_model = run.store, run.store.meta.origin.spec
     has_tokens, is_default = store.meta.windows, isinstance(model, bool | None)
     if not has_tokens:
@@ -193,7 +193,7 @@ def _of_model(
 
 
 def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, Any]:
-    """The measures of `sae eval` on held-out rows, or on those shown if none are held out; notes gets doubts."""
+    """The measures of `sae eval` on held-out rows, or on those shown if none are held out."""
     holds_out = run.store.split("train", seed=run.subject.split_seed).rows < run.store.rows
     (measures,) = evaluate_all([held_out(run) if holds_out else run], None, None, listener)
     if not holds_out:

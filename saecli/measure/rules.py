@@ -6,10 +6,9 @@ all rules that with the largest balanced accuracy on training tokens is chosen,
     BA = 1/2 + sum over the values of (p_v - q_v) / 2
 
 where p_v is the fraction of the firings that have value v, and q_v the fraction of the silent tokens: the best values
-of a kind are found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4, so
-that labels say more of strong ones. Of k firings with a value `sqrt(k)`, their standard deviation, may be chance, and
-do not count. Each further value must add `LEAST_GAIN`; kinds that say less, or have more values to choose from, have a
-cost.
+of a kind are found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4. Of k
+firings with a value, `sqrt(k)`, their standard deviation, do not count. Each further value must add `LEAST_GAIN`; kinds
+that say less, or have more values to choose from, have a cost.
 
 Shapes: n tokens, V values of a kind, F = d_sae.
 """

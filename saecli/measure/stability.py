@@ -44,26 +44,24 @@ def stability(
 
         PW-MCC = mean over pairs of SAEs of  1/M max over one-to-one p of sum_m |cos(w_m, v_p(m))|
 
-    where w and v are the decoder vectors of a pair, in the metric of their training if that is one, else of raw rows:
-    the matching leaves latents of the wider SAE without a counterpart.
-    A latent is matched if the `|cosine|` with its counterpart is above the threshold. Silent latents, which fire on
-    none of the rows, are included; `firing` has the same measures for pairs of latents that both fire. There is no
-    correction for chance: random vectors have a PW-MCC of 0.14 at d_in 768 and 16,384 latents, of 0.44 at 64 and 4,096.
+    where w and v are the decoder vectors of a pair, in the metric of their training if that is one, else of raw rows.
+    Latents of the wider SAE may have no counterpart. A latent is matched if the `|cosine|` with its counterpart is
+    above the threshold; `firing` leaves out pairs with a latent that is silent on the rows. There is no correction for
+    chance: random vectors have a PW-MCC of 0.14 at d_in 768 and 16,384 latents, of 0.44 at 64 and 4,096.
 
     Args:
         saes: two or more, as in `evaluate`, of one d_in, one d_out and one store, or the same stores.
         data: rows that decide which latents fire, as in `evaluate`.
         match_threshold: a `|cosine|`, in [0, 1).
-        split, device, home, progress: as in `evaluate`. Assignments are on the CPU.
+        split, device, home, progress: as in `evaluate`.
 
     Returns:
         pw_mcc, matched_fraction: means over the pairs.
-        firing: the same for latents that fire, None without such latents.
-        pairs: for each pair `runs`, `metric`, "training" or "raw", `latents`, the number matched, both measures, the
-            same `firing`, and `counterparts`, a latent of the second or None for each latent of the first.
-        runs: for each SAE `run`, `d_sae`, `silent`, a number, and per latent `cosine`, the mean `|cosine|` with its
-            counterparts, None without one, `match_fraction`, the fraction of the other SAEs in which it is matched, and
-            `frequency`, the fraction of rows that it fires on.
+        firing: the same for latents that fire, None without any.
+        pairs: for each its `runs`, `metric`, "training" or "raw", number of `latents` matched, both measures, the same
+            `firing`, and `counterparts`, a latent of the second or None for each of the first.
+        runs: for each SAE `run`, `d_sae`, number of `silent` latents, and per latent `cosine`, the mean over its
+            counterparts, `match_fraction`, the fraction of other SAEs in which it is matched, and `frequency`.
 
     Cost: R (R - 1) / 2 assignments, see `best_pairs`, and a pass over the rows for each SAE.
 

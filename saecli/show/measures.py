@@ -122,8 +122,7 @@ def _by_source(runs: Sequence[Document]) -> Iterator[tuple[str, Document]]:
 def comparison(
     runs: Sequence[Document], columns: Sequence[str], title: str | None = None
 ) -> RenderableType:
-    """A table with some of the runs' measures as columns, one line per run, and after it one per source of a mixture of
-    texts."""
+    """A table of runs' measures, a line per run, and one per source of a mixture of texts."""
     lines = []
     by_run: Document = {}
     for name, measures in _by_source(runs):
@@ -136,7 +135,7 @@ def comparison(
 
 
 def extremes(run: Document) -> str:
-    """Lines that list a run's dense latents, the most frequent first, its silent ones, and numbers by source."""
+    """Lines that list a run's dense latents, its silent ones, and numbers by source."""
     frequency, labels = np.array(run["frequency"]), run.get("labels", {})
     order = np.argsort(-frequency, kind="stable")
     dense = [
@@ -175,7 +174,7 @@ LATENT_CLASSES = {  # of a crosscoder's latents, by the heads of their columns
 
 
 def places_table(run: Document) -> RenderableType:
-    """The table of a crosscoder's hook points, and a line that lists the latents of each class but shared ones."""
+    """A crosscoder's hook points, and a line for each class of latents but shared ones."""
     places, classes, labels = run["places"], run["class"], run.get("labels", {})
     rows = []
     for place in places:
@@ -201,7 +200,7 @@ def places_table(run: Document) -> RenderableType:
 
 
 def stability_table(document: Document) -> RenderableType:
-    """The pairs of `saecli.stability`; measures of latents that fire are columns of their own if some are silent."""
+    """The pairs of `saecli.stability`; with columns of latents that fire if some are silent."""
     lines = [pair | {"runs": ", ".join(pair["runs"])} for pair in document["pairs"]]
     lines.append({**document, "runs": "all pairs", "metric": None, "latents": None})
     columns = ["runs", "metric", "latents", *STABILITY_MEASURES]
