@@ -11,16 +11,16 @@ from typing import Annotated, Any, TypeVar
 from annotated_types import Gt, Le
 from pydantic import TypeAdapter, ValidationError
 
-Document = TypeVar("Document")
-Fraction = Annotated[float, Gt(0), Le(1)]
+Parsed = TypeVar("Parsed")
+NonzeroFraction = Annotated[float, Gt(0), Le(1)]
 
 
-def read_json(path: Path, kind: type[Document]) -> Document:
+def read_json(path: Path, kind: type[Parsed]) -> Parsed:
     """The document in a file; OSError, or ValueError as `parse_json`."""
     return parse_json(path.read_bytes(), kind)
 
 
-def parse_json(text: str | bytes, kind: type[Document]) -> Document:
+def parse_json(text: str | bytes, kind: type[Parsed]) -> Parsed:
     """The document in a text; ValueError if it is not JSON, or not of that type."""
     try:
         declared: Any = kind  # as in `options_of`

@@ -118,7 +118,7 @@ def communicator() -> Communicator:
     return Communicator(rank(), world()) if _joined else ALONE
 
 
-def join() -> None:
+def join_processes() -> None:
     """Join the processes; then SIGTERM, which torchrun sends when one has failed, raises `PeerError`."""
     import torch
 

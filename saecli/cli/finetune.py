@@ -22,7 +22,7 @@ import typer
 from ..base.home import now
 from ..train.finetune_options import FINETUNED
 from .options import Given, Json, Run, Session, configured, start
-from .train import Resume, demand_alone, train_and_print
+from .train import ResumeOption, demand_alone, train_and_print
 
 if TYPE_CHECKING:
     from ..train.jobs import Job
@@ -44,7 +44,7 @@ def command(
         str | None,
         typer.Option(help="Name of the new run.", show_default="finetune, activation and a number"),
     ] = None,
-    resume: Resume = False,
+    resume: ResumeOption = False,
     json: Json = False,
 ) -> None:
     from ..train.finetune import resume_finetuning

@@ -111,9 +111,9 @@ def root(
 
     ctx.obj = Home.at(home)
     if world() > 1:
-        from ..base.processes import join  # which imports torch
+        from ..base.processes import join_processes  # which imports torch
 
-        join()
+        join_processes()
         if ctx.invoked_subcommand not in TOGETHER:
             raise ConfigError(
                 f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..train.fit import RowsOf
     from ..train.jobs import Job
 
-PANEL = "Rows of --model"
+MODEL_PANEL = "Rows of --model"
 _HELP = {
     "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
     f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows, --context (--help-all).",
@@ -61,10 +61,10 @@ PLACE = ("layer", "site", "module")
 _OF_ROWS = ("model_revision", "dataset", "dataset_revision", "rows", "context", "model_dtype")
 FROM_MODEL = (
     *options_from(ExtractConfig, ["model"], _HELP, once=True, default=None),
-    *options_from(ExtractConfig, _OF_ROWS, _HELP, once=True, panel=PANEL, advanced=True),
-    *options_from(Places, PLACE, _HELP, once=True, panel=PANEL, advanced=True, default=None),
+    *options_from(ExtractConfig, _OF_ROWS, _HELP, once=True, panel=MODEL_PANEL, advanced=True),
+    *options_from(Places, PLACE, _HELP, once=True, panel=MODEL_PANEL, advanced=True, default=None),
 )
-Resume = Annotated[
+ResumeOption = Annotated[
     bool,
     typer.Option(
         "--resume",
@@ -131,7 +131,7 @@ def command(
             show_default="solver, activation and a number",
         ),
     ] = None,
-    resume: Resume = False,
+    resume: ResumeOption = False,
     json: Json = False,
 ) -> None:
     if not (resume or data or "model" in options[0].values):

@@ -32,7 +32,7 @@ from ..store.writer import StoreWriter, no_rows, ranked_store
 from .chats import REPEATED, Chats
 from .filling import Forward, fill, read_activations
 from .options import SHARD_ROWS, TOKEN_COLUMNS, ExtractConfig, ExtractOptions
-from .plan import Plan, Selection, StoreRequest, plan_extraction
+from .plan import ExtractionPlan, Selection, StoreRequest, plan_extraction
 from .texts import Document, text_of
 from .windows import BLOCK_TOKENS, START, Block, Cursor, Cutter, in_blocks
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..model.language_model import LanguageModel
 
 BLOCK_WORK = 1 << 42  # parameters times tokens of a block on a CPU: half a minute on two cores
-BLOCK_BYTES = 1 << 32  # of its rows at all hook points
+EXTRACTED_BYTES = 1 << 32  # of its rows at all hook points
 
 
 @overload
@@ -133,7 +133,7 @@ def _plan(
     shelf: Shelf,
     device: str,
     processes: Communicator,
-) -> Plan:
+) -> ExtractionPlan:
     from ..model.loaded import loaded_sources
 
     sources = loaded_sources(models, tokenizer, options.keys(), device) or models
@@ -144,7 +144,7 @@ def _plan(
     )
 
 
-def _run(plan: Plan, listener: Listener, processes: Communicator) -> None:
+def _run(plan: ExtractionPlan, listener: Listener, processes: Communicator) -> None:
     """Load the models, and fill the stores that are not finished."""
     from ..model.language_model import LanguageModel  # transformers takes seconds to import
     from ..model.loaded import in_eval_mode
@@ -162,7 +162,9 @@ def _run(plan: Plan, listener: Listener, processes: Communicator) -> None:
         write_stores(Extraction(plan, models, listener, processes))
 
 
-def _opened(plan: Plan, finished: Set[HookPoint], listener: Listener) -> list[ActivationStore]:
+def _opened(
+    plan: ExtractionPlan, finished: Set[HookPoint], listener: Listener
+) -> list[ActivationStore]:
     """The stores of a plan, with warnings of what is wrong with them."""
     stores = [ActivationStore.open(request.folder) for request in plan.requests]
     if stores[0].rows < plan.config.rows:
@@ -181,7 +183,7 @@ class Extraction:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ExtractionPlan,
         models: "Sequence[LanguageModel]",
         listener: Listener,
         processes: Communicator = ALONE,
@@ -225,7 +227,7 @@ class Extraction:
             weights = (weight for model in self.models for weight in model.model.parameters())
             tokens = max(CPU_TOKENS, BLOCK_WORK // sum(map(torch.numel, weights)))
         row_bytes = sum(self._widths.values()) * DTYPES[self.plan.config.dtype].storage.itemsize
-        return max(1, min(tokens, BLOCK_BYTES // row_bytes))
+        return max(1, min(tokens, EXTRACTED_BYTES // row_bytes))
 
     def cutter(self) -> Cutter:
         config = self.plan.config

@@ -119,7 +119,7 @@ class StoreRequest:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExtractionPlan:
     """What an extraction reads, and the stores that it fills."""
 
     config: ExtractConfig  # without `auto` and None
@@ -146,7 +146,7 @@ def plan_extraction(
     shelf: Shelf,
     device: torch.device,
     processes: Communicator,
-) -> Plan:
+) -> ExtractionPlan:
     """Find models and text, and load no weights; `given` names the options that the user set, and the first model is
     the one that the options name."""
     from ..model.source import find_model  # transformers takes seconds to import
@@ -168,7 +168,7 @@ def plan_extraction(
     _check_same_tokens(sources, config)
     points = selection.points(sources)
     requests = store_requests(config, sources, text, points, name, shelf)
-    return Plan(config, sources, text, requests, device)
+    return ExtractionPlan(config, sources, text, requests, device)
 
 
 def _check_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) -> None:

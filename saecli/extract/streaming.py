@@ -21,7 +21,7 @@ from ..store.schema import StoreMeta
 from .extraction import Extraction
 from .filling import ahead, check_some_stored
 from .options import ExtractConfig
-from .plan import Plan, Selection, plan_extraction
+from .plan import ExtractionPlan, Selection, plan_extraction
 from .readers import STDLIB_DOCS
 
 Blocks = Callable[
@@ -103,7 +103,7 @@ def open_stream(
     return Streamed(request.folder.name, meta, chosen, blocks), extraction
 
 
-def _options(plan: Plan, given: Set[str]) -> dict[str, Any]:
+def _options(plan: ExtractionPlan, given: Set[str]) -> dict[str, Any]:
     """The options of `sae train` that determine the text and its rows, but for the hook point."""
     config, sources = plan.config, plan.text.sources
     chosen = {name: value for name, value in asdict(config).items() if name in given}

@@ -33,7 +33,7 @@ KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
 QUANTILES = {"min": 0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1}
 SAMPLE_ROWS = 50_000  # rows kept for the references
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
-BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
+CELL_CODES = 2**23  # codes at a time, 64 MiB in float64
 SAMPLE_BYTES = 2**28  # of rows kept for the references, in float32, at most, 256 MiB
 AGREEMENT_WORK = 4 * 10**9  # rows n D of true distances at most, a second on a core
 RANK_ROWS = 100  # rows of whose cells the map's rank is computed
@@ -293,7 +293,7 @@ def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
     """The rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
     x = torch.from_numpy(spread_out(rows, RANK_ROWS))
     supports = torch.unique(cells.supports(cells.pre_activations(x)), dim=0)
-    ranks = np.array([rank(cells.sae, support.nonzero()[:, 0]) for support in supports])
+    ranks = np.array([map_rank(cells.sae, support.nonzero()[:, 0]) for support in supports])
     full = ranks == supports.sum(1).clamp(max=cells.sae.d_in).numpy()
     return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks)}
 
@@ -306,7 +306,7 @@ def describe(values: NDArray) -> dict[str, float]:
 
 
 def batch_size(d_sae: int) -> int:
-    return max(16, min(1024, BATCH_CODES // d_sae))
+    return max(16, min(1024, CELL_CODES // d_sae))
 
 
 def sample_capacity(d_in: int) -> int:
@@ -314,7 +314,7 @@ def sample_capacity(d_in: int) -> int:
     return max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * d_in)))
 
 
-def rank(sae: SAE, support: Tensor) -> int:
+def map_rank(sae: SAE, support: Tensor) -> int:
     """The rank of the affine map of an SAE in float64 on the cell that keeps the latents `support`, (|S|,).
 
     Cost: O(D |S|^2) for two QR factorisations; the product of the triangles has the map's singular values.

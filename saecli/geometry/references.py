@@ -30,16 +30,16 @@ CAREFUL_WORK = 3 * 10**8
 MINIBATCH_WORK = 10**12  # N C D of all passes of mini-batches at most, 20 seconds on two cores
 PASSES = 3  # over the rows in mini-batches
 BATCH = 4096
-CODES = 2**22  # codes at a time, 16 MiB in float32
+REFERENCE_CODES = 2**22  # codes at a time, 16 MiB in float32
 LEAST_VARIANCE = 1e-10  # orthonormal to 1e-6
-SILENT = Silent()
+NO_PROGRESS = Silent()
 
-Rows = NDArray[np.floating]
-Labels = NDArray[np.integer]
+RowArray = NDArray[np.floating]
+Assignment = NDArray[np.integer]
 
 
 def measure_references(
-    sae: SAE, rows: Rows, train: Rows, rank: int, listener: Listener = SILENT
+    sae: SAE, rows: RowArray, train: RowArray, rank: int, listener: Listener = NO_PROGRESS
 ) -> dict[str, Any]:
     """Fit k-means and local PCA on `train`, (N, D); measure them and the SAE on `rows`, (M, D).
 
@@ -78,13 +78,13 @@ def measure_references(
     }
 
 
-def reconstruct(sae: SAE, rows: Rows) -> Rows:
-    step = max(1, CODES // sae.d_sae)
+def reconstruct(sae: SAE, rows: RowArray) -> RowArray:
+    step = max(1, REFERENCE_CODES // sae.d_sae)
     parts = torch.from_numpy(rows).to(sae.W_enc.dtype).split(step)
     return np.concatenate([sae(part).numpy() for part in parts])
 
 
-def fvu(rows: Rows, reconstruction: Rows) -> float:
+def fvu(rows: RowArray, reconstruction: RowArray) -> float:
     """FVU; if all rows are equal infinite, as in `sae eval`, or NaN without a residual."""
     residual = float(np.square(reconstruction - rows.astype(np.float64)).sum())
     spread = float(np.square(rows - rows.mean(0, dtype=np.float64)).sum())
@@ -93,7 +93,7 @@ def fvu(rows: Rows, reconstruction: Rows) -> float:
     return math.inf if residual > 0 else math.nan
 
 
-def kmeans(train: Rows, count: int) -> Any:
+def kmeans(train: RowArray, count: int) -> Any:
     """scikit-learn's fitted estimator of at most `count` <= N cells of training rows, (N, D): KMeans from k-means++
     until it converges; above `CAREFUL_WORK` MiniBatchKMeans, from random rows in three passes, with fewer cells where
     these would exceed `MINIBATCH_WORK`.
@@ -121,7 +121,7 @@ def kmeans(train: Rows, count: int) -> Any:
         return estimator.fit(train)
 
 
-def nearest(rows: Rows, centres: Rows) -> Labels:
+def nearest(rows: RowArray, centres: RowArray) -> Assignment:
     """The nearest centre to each row, (M,)."""
     from sklearn.metrics import pairwise_distances_argmin
 
@@ -135,22 +135,24 @@ class LocalPCA:
     without training rows.
     """
 
-    def __init__(self, train: Rows, centres: Rows, labels: Labels | None = None) -> None:
+    def __init__(
+        self, train: RowArray, centres: RowArray, labels: Assignment | None = None
+    ) -> None:
         self.centres = centres
         self._train = train
         labels = nearest(train, centres) if labels is None else labels
         self._members = members(labels, len(centres))
 
-    def mean(self, cell: int) -> Rows:
+    def mean(self, cell: int) -> RowArray:
         inside = self._members[cell]
         if not len(inside):
             return self.centres[cell].astype(np.float64)
         return self._train[inside].mean(0, dtype=np.float64)
 
-    def directions(self, cell: int) -> Rows:
+    def directions(self, cell: int) -> RowArray:
         return principal_directions(self._train[self._members[cell]] - self.mean(cell))
 
-    def reconstruct(self, rows: Rows, rank: int, labels: Labels | None = None) -> Rows:
+    def reconstruct(self, rows: RowArray, rank: int, labels: Assignment | None = None) -> RowArray:
         """`x_hat`, (M, D), float64, of rows, (M, D), by r directions in each cell; `labels` as in `__init__`.
 
         Cost: one SVD per cell with rows, O(N D min(N / C, D)) in all; none for rank 0.
@@ -168,7 +170,7 @@ class LocalPCA:
         return result
 
 
-def principal_directions(rows: Rows) -> Rows:
+def principal_directions(rows: RowArray) -> RowArray:
     """The principal directions of rows about zero, (N, D), orthonormal, (D, r), those of largest variance first;
     float64, r at most min(N - 1, D): those of fewer rows than dimensions need a fraction `LEAST_VARIANCE` of the
     largest variance. Cost: O(N D min(N, D))."""
@@ -184,7 +186,7 @@ def principal_directions(rows: Rows) -> Rows:
     return (rows.T @ vectors[:, spanned]) / np.sqrt(variances[spanned])
 
 
-def members(labels: Labels, count: int) -> list[NDArray[np.int64]]:
+def members(labels: Assignment, count: int) -> list[NDArray[np.int64]]:
     """The rows in each of `count` cells, given the cell of each row."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.searchsorted(labels[order], np.arange(1, count)))

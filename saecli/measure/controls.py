@@ -46,7 +46,7 @@ from .measured import Measured
 if TYPE_CHECKING:
     from ..model.language_model import LanguageModel
 
-MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl")
+CONTROL_MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl")
 FIXED = {"fixed encoder": "W_enc", "fixed decoder": "W_dec"}
 SHUFFLED, RANDOM = "shuffled rows", "random weights"
 _Line = dict[str, Any]  # of a table, for one control
@@ -137,7 +137,7 @@ class Controls:
         return []
 
     def shuffled_rows(self, sources: Sequence[RowSource]) -> list[ArrayRows]:
-        return [shuffled(rows, self.plan.training.seed) for rows in sources]
+        return [shuffle_columns(rows, self.plan.training.seed) for rows in sources]
 
     def rows_of_random_weights(self, name: str, sources: Sequence[RowSource]) -> list[ArrayRows]:
         from ..model.language_model import LanguageModel  # transformers takes seconds to import
@@ -166,12 +166,12 @@ class Controls:
         documents = evaluate_all(measured, model, tokens, self.listener)
         for sae, document in zip(measured, documents, strict=True):
             control = "none" if sae is self.run else sae.subject.name
-            measures = {name: document.get(name) for name in ("rows", *MEASURES)}
+            measures = {name: document.get(name) for name in ("rows", *CONTROL_MEASURES)}
             lines.append({"control": control, **measures})
         return lines
 
 
-def shuffled(rows: RowSource, seed: int) -> ArrayRows:
+def shuffle_columns(rows: RowSource, seed: int) -> ArrayRows:
     """Rows without targets, each dimension permuted by itself: every marginal stays, all other structure goes.
 
     Cost: 4 N D bytes, and 7 s per 100 million numbers on one core.

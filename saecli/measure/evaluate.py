@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..model.source import ModelSource
     from ..splice.passes import Passes
 
-TOGETHER = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "ce_mean", "tokens")
+TOGETHER_MEASURES = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "ce_mean", "tokens")
 MAINLY, LEAST_ROWS = 0.9, 10  # see `functions.sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL, of one SAE
 LEAST_TOKENS = 4096  # of many

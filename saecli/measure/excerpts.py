@@ -21,10 +21,10 @@ from .cosines import near_latents
 from .latents import CoFiring, ExcerptShape, row_blocks
 from .measured import Measured, at_tokens, spread_out
 
-EXCERPT = ExcerptShape(32, 23)
+LABEL_EXCERPT = ExcerptShape(32, 23)
 TRAIN_ROWS, TEST_ROWS, MOST_CODES = 1 << 17, 1 << 15, 1 << 24
 STRONGEST, SAMPLED = 10, 10  # of `shown`
-FIRING, SILENT, NEAR = 20, 20, 10  # excerpts of each, at most
+FIRING, SILENT_EXCERPTS, NEAR = 20, 20, 10  # excerpts of each, at most
 SEED = 0  # of the choice of latents and of texts
 NEAR_LATENTS = 5  # by cosine, and as many by co-firing
 TRIES = 10  # random windows looked at for each silent one wanted
@@ -75,7 +75,7 @@ class Corpus:
     def _cells(self) -> np.ndarray:
         """The cell of each token, (n,): windows are cut into cells of an excerpt's length."""
         inside = np.arange(len(self.tokens)) - self.starts[self.windows]
-        return np.cumsum(inside % EXCERPT.length == 0)
+        return np.cumsum(inside % LABEL_EXCERPT.length == 0)
 
     @cached_property
     def _shuffled(self) -> np.ndarray:
@@ -99,14 +99,16 @@ class Corpus:
         """The excerpts around tokens, each once, (E, 2)."""
         windows = self.windows[tokens]
         spans = np.stack(
-            EXCERPT.bounds(tokens, self.starts[windows], self.starts[windows + 1]), axis=1
+            LABEL_EXCERPT.bounds(tokens, self.starts[windows], self.starts[windows + 1]), axis=1
         )
         _, first = np.unique(spans, axis=0, return_index=True)
         return spans[np.sort(first)]
 
     def spans(self, latent: int) -> Spans:
         strong = self.peaks(latent, True)
-        tries = np.roll(self._shuffled, -latent * TRIES * SILENT)[: TRIES * SILENT]
+        tries = np.roll(self._shuffled, -latent * TRIES * SILENT_EXCERPTS)[
+            : TRIES * SILENT_EXCERPTS
+        ]
         near = [self.peaks(other, False) for other in self.near[latent]]
         in_turn = sorted(
             pair for peaks in near for pair in enumerate(spread_out(peaks, NEAR).tolist())
@@ -116,7 +118,7 @@ class Corpus:
         return {
             "shown": self.around(shown),
             "firing": self.around(spread_out(self.peaks(latent, False), FIRING)),
-            "silent": self._silent_around(latent, tries)[:SILENT],
+            "silent": self._silent_around(latent, tries)[:SILENT_EXCERPTS],
             "near": self._silent_around(latent, near_tokens)[:NEAR],
         }
 

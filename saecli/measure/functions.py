@@ -317,7 +317,7 @@ def probe(
     from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
     from ..splice.placement import model_of, placement
-    from .probes import CONTEXT, LastTokens, Sets, demand_probed, probe_sets, probes_document
+    from .probes import PROBE_CONTEXT, LastTokens, Sets, demand_probed, probe_sets, probes_document
 
     listener = listening(progress)
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
@@ -328,7 +328,7 @@ def probe(
     source = model_of(probed, model, listener, tokenizer=tokenizer)
     labelled = Sets()
     names = labelled.chosen(sets)
-    context = context or min(CONTEXT, source.positions or CONTEXT)
+    context = context or min(PROBE_CONTEXT, source.positions or PROBE_CONTEXT)
     source.check_context(context)
     points = list(dict.fromkeys(each.read for each in probed))
     loaded = LanguageModel(source, device_named(device), last=last_layer(points))

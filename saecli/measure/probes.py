@@ -42,11 +42,11 @@ from ..splice.placement import Placement
 from ..store.origin import HookPoint
 from .measured import codes_of
 
-CONTEXT = 1024  # tokens of a text, as in sae-probes
-MEASURES = ("accuracy", "auc")
+PROBE_CONTEXT = 1024  # tokens of a text, as in sae-probes
+PROBE_MEASURES = ("accuracy", "auc")
 FOLDS, INNER_FOLDS = 5, 3
 CS = (1e-4, 1e-2, 1.0, 1e2)  # inverse weights of the squared penalty
-SEED = 0  # of the folds, and of the choice of texts
+PROBE_SEED = 0  # of the folds, and of the choice of texts
 LEVEL = 0.95  # of intervals
 PACKAGE = "sae_probes"
 CATALOGUE = "probing_datasets_MASTER.csv.zst"
@@ -131,11 +131,13 @@ class LabelledSet:
     labels: NDArray[np.bool_]
 
 
-Scores = dict[str, NDArray[np.float64]]  # of `MEASURES`: on each fold, of a probe not fitted to it
+FoldScores = dict[
+    str, NDArray[np.float64]
+]  # of `PROBE_MEASURES`: on each fold, of a probe not fitted to it
 
 
 def _line(
-    labelled: LabelledSet, run: str | None, point: HookPoint, k: int | None, scores: Scores
+    labelled: LabelledSet, run: str | None, point: HookPoint, k: int | None, scores: FoldScores
 ) -> dict[str, Any]:
     line = {
         "set": labelled.name,
@@ -165,7 +167,7 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(tuple(line[key] for key in keys), []).append(line)
     documents = []
     for (run, layer, site, k), group in groups.items():
-        values = {name: [line[name] for line in group] for name in MEASURES}
+        values = {name: [line[name] for line in group] for name in PROBE_MEASURES}
         if run is not None:
             dense = groups[None, layer, site, None]
             pairs = zip(group, dense, strict=True)
@@ -196,7 +198,7 @@ def most_different(codes: csr_array, labels: NDArray[np.bool_], count: int) -> l
     return np.argsort(-in_units, kind="stable")[:count].tolist()
 
 
-def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> Scores:
+def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> FoldScores:
     """The scores of `count`-sparse probes on codes, (N, F), whose latents each training part chooses."""
     features = []
     for train, _ in _folds(FOLDS).split(labels, labels):
@@ -205,12 +207,14 @@ def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> Sc
     return _cross_validated(features, labels)
 
 
-def dense_scores(x: NDArray[np.float64], labels: NDArray[np.bool_]) -> Scores:
+def dense_scores(x: NDArray[np.float64], labels: NDArray[np.bool_]) -> FoldScores:
     """The scores of a probe on all of x, (N, P)."""
     return _cross_validated([x] * FOLDS, labels)
 
 
-def _cross_validated(features: Sequence[NDArray[np.float64]], labels: NDArray[np.bool_]) -> Scores:
+def _cross_validated(
+    features: Sequence[NDArray[np.float64]], labels: NDArray[np.bool_]
+) -> FoldScores:
     """The scores given, for each fold, the features of all rows, (N, P)."""
     probe = GridSearchCV(
         make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
@@ -228,7 +232,7 @@ def _cross_validated(features: Sequence[NDArray[np.float64]], labels: NDArray[np
 
 
 def _folds(count: int) -> StratifiedKFold:
-    return StratifiedKFold(count, shuffle=True, random_state=SEED)
+    return StratifiedKFold(count, shuffle=True, random_state=PROBE_SEED)
 
 
 class LastTokens:
@@ -323,7 +327,7 @@ class Sets:
         table = _read(self._files[name], ["prompt", "target"])
         labels = (table["target"] == table["target"].max()).to_numpy(dtype=bool)
         each = min(rows // 2, labels.sum(), (~labels).sum())
-        draw = np.random.default_rng(SEED)
+        draw = np.random.default_rng(PROBE_SEED)
         classes = [np.flatnonzero(of_class) for of_class in (~labels, labels)]
         drawn = [draw.permutation(of_class)[:each] for of_class in classes]
         taken = np.sort(np.concatenate(drawn))

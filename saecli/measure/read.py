@@ -36,8 +36,8 @@ from .arguments import Messages
 from .measured import at_tokens, codes_of, own_codes
 
 CONTEXT = 4096  # most tokens of a window
-SAMPLED_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # of the store: under a second on one core
-WINDOW_BYTES = 1 << 24  # read before the first batch of the sample
+FREQUENCY_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # of the store: under a second on one core
+SAMPLE_WINDOW_BYTES = 1 << 24  # read before the first batch of the sample
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ def _ordered(sizes: np.ndarray, chosen: list[int] | None, top: int) -> list[int]
 def store_frequencies(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Firing:
     """How often latents fire on rows of the store that an SAE was trained on; no rows where that is not here."""
     counts = Firing(opened[1].sae.d_sae, device=device_named(device))
-    for codes in own_codes(home, opened, device, SAMPLED_ROWS, SAMPLED_PRODUCTS, WINDOW_BYTES):
+    for codes in own_codes(
+        home, opened, device, FREQUENCY_ROWS, SAMPLED_PRODUCTS, SAMPLE_WINDOW_BYTES
+    ):
         counts.update(codes)
     return counts
 

@@ -32,7 +32,7 @@ class Reached(Exception):  # noqa: N818 - not an error
     """Ends a forward pass once all wanted activations have been read."""
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The residual stream in a block."""
 
     middle: tuple[str, str] | None = None  # the module, and its side, that has it after attention
@@ -43,7 +43,7 @@ class Stream(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def streams(model: Any, blocks: nn.ModuleList) -> list[Stream]:
+def streams(model: Any, blocks: nn.ModuleList) -> list[ResidualStream]:
     """The residual stream in each block, found in a pass that ends with the last one."""
     weight = model.get_input_embeddings().weight
     token_ids = torch.zeros(1, TRIED, dtype=torch.int64, device=weight.device)
@@ -94,9 +94,9 @@ class _Trial:
         whole = isinstance(x, Tensor) and x.numel() == TRIED * self._width
         return x.grad_fn if whole and x.shape[-1] == self._width else None
 
-    def stream(self) -> Stream:
+    def stream(self) -> ResidualStream:
         if "" not in self._inputs_of or "" not in self._returned:
-            return Stream()
+            return ResidualStream()
         x, y = _origin(self._inputs_of[""][0]), _origin(self._returned[""])
         before: list[str] = []
         after: list[str] = []
@@ -108,7 +108,7 @@ class _Trial:
         summands = {_origin(node, scaled=True) for total in sums for node in _inputs(total)}
         ended = self._returned.items()
         added = {name for name, node in ended if _origin(node, scaled=True) in summands}
-        return Stream(self._middle(x, y), tuple(before), tuple(after), frozenset(added))
+        return ResidualStream(self._middle(x, y), tuple(before), tuple(after), frozenset(added))
 
     def _middle(self, x: Node, y: Node) -> tuple[str, str] | None:
         for name, (given, copy) in self._inputs_of.items():

@@ -38,7 +38,7 @@ from .source import ModelSource, explained, find_model, from_pretrained, unread_
 
 Result = TypeVar("Result")
 TRIED = 8  # tokens
-ALIKE = 1e-2  # relative difference by rounding
+ROUNDING_TOLERANCE = 1e-2  # relative difference by rounding
 
 
 class LanguageModel:
@@ -108,7 +108,7 @@ class LanguageModel:
         tokens = torch.arange(TRIED) % self.vocabulary
         token_ids = torch.stack([tokens, torch.cat([tokens[:1], tokens[1:].flip(0)])])
         first, other = self.logits(token_ids, torch.ones_like(token_ids))[:, 0]
-        if (first - other).abs().max() > ALIKE * first.abs().max():
+        if (first - other).abs().max() > ROUNDING_TOLERANCE * first.abs().max():
             raise ModelError(
                 f"{self.source.name} predicts no next token: expected a causal language model, got one whose tokens "
                 "see later ones; use another model, or leave --model out if it is optional"

@@ -18,7 +18,7 @@ from ..base.errors import ConfigError, ModelError
 from ..base.words import did_you_mean
 from ..sae.dictionary import name_of
 from ..store.origin import SITES, HookPoint
-from .blocks import Stream, first_tensor, on_arguments, streams, with_first
+from .blocks import ResidualStream, first_tensor, on_arguments, streams, with_first
 from .families import AFTER_ATTENTION, PAIRS, PARTS, WITH_NORM_AFTER_ATTENTION
 
 EXPECTED = {
@@ -84,13 +84,13 @@ class Modules:
         return found
 
     @cached_property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[ResidualStream]:
         """The residual stream in each block; unknown in a model that does not run on tokens alone."""
         try:
             return streams(self.model, self.blocks)
         except Exception:  # a model's code raises anything
             if self.model.get_input_embeddings().weight.device.type != "meta":
-                return [Stream()] * len(self.blocks)
+                return [ResidualStream()] * len(self.blocks)
             # Some models look at values. Weights that nobody writes take no memory.
             self.model.to_empty(device="cpu")
             for buffer in self.model.buffers():

@@ -49,7 +49,7 @@ GGUF = ".gguf"
 UNREAD = re.compile(r"^\.|\.(md|py|h5|msgpack|onnx|ot|pt|pth|gguf)$")
 LARGE = 1 << 24  # bytes
 NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
-WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 # Of transformers: 5.17 takes other weights for Gemma 3, 5.22 leaves out BOS, with no word of it.
 READS_GGUF = (5, 23)
 # Types of models whose first token has the position after the padding token's id.
@@ -191,7 +191,7 @@ def check_downloaded(spec: str) -> None:
     if Path(spec).is_absolute():
         raise ModelError(f"{spec} is no longer there; name the model with --model")
     name, _, revision = spec.partition("@")
-    found = [try_to_load_from_cache(name, file, revision=revision or None) for file in WEIGHTS]
+    found = [try_to_load_from_cache(name, file, revision=revision or None) for file in WEIGHT_FILES]
     if not any(isinstance(path, str) for path in found):
         raise ModelError(f"{spec} is not on this machine; --model {spec} gets it from the hub")
 

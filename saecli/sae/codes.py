@@ -24,7 +24,7 @@ from ..base.devices import add_at, moved
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
 # Pairs of entries over the Gram matrix' size up to which products are added pair by pair.
 PAIRS_FRACTION = 0.06
-PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
+PRODUCT_PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
 CACHED_CODES = 1 << 18  # 1 MiB in float32
 # Columns of a Gram matrix at a time; a sparse block's must stay in a core's cache.
 PANEL, SPARSE_PANEL = 256, 128
@@ -323,7 +323,7 @@ def pairs_of(sizes: Tensor) -> Tensor:
 def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> None:
     """Add `z' z` to the lower triangle of `gram`, (F, F), pair by pair; `sizes`, on the CPU: entries per row, (B,)."""
     device = gram.device
-    most = PAIRS if device.type == "cpu" else DEVICE_PAIRS
+    most = PRODUCT_PAIRS if device.type == "cpu" else DEVICE_PAIRS
     ends = sizes.cumsum(0)
     pairs = pairs_of(sizes).cumsum(0)
     flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
@@ -442,7 +442,7 @@ class Gate(torch.autograd.Function):
         return gradient * active + step if ctx.to_pre else gradient * active, -step, None, None
 
 
-class Step(torch.autograd.Function):
+class Heaviside(torch.autograd.Function):
     """`H(pre - threshold)`, elementwise, with straight-through gradients of both."""
 
     @staticmethod

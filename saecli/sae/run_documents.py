@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from ..base.documents import Fraction, Marker, demand_version, parse_json
+from ..base.documents import Marker, NonzeroFraction, demand_version, parse_json
 from ..base.errors import RunError
 
 RUN_VERSION = 1  # of run.json
@@ -22,7 +22,7 @@ class Trained:
     """The training settings that determine an SAE's data and width."""
 
     split_seed: Annotated[int, Ge(0)]
-    fraction: Fraction
+    fraction: NonzeroFraction
     d_sae: Annotated[int, Ge(1)] | None = None
 
 

@@ -85,14 +85,14 @@ class Picture(NamedTuple):
     options: Sequence[str] = ()
 
 
-PROBED = ("model", "layer", "site", "module", "sets", "rows", "k", "context")
+PROBE_OPTIONS = ("model", "layer", "site", "module", "sets", "rows", "k", "context")
 PICTURES = {
     "loss": Picture(_losses),
     "frontier": Picture(_frontier, ["target"]),
     "sparsity": Picture(_sparsity, ["target"]),
     "geometry": Picture(_geometry, ["rows", "fit_rows", "radius", "slice_"]),
     "stability": Picture(_stability, ["match_threshold"]),
-    "probe": Picture(_probes, PROBED),
+    "probe": Picture(_probes, PROBE_OPTIONS),
 }
 
 

@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 
 from ..base.words import counted, number, printable
-from ..measure.controls import MEASURES as CONTROLLED
-from ..measure.evaluate import TOGETHER
+from ..measure.controls import CONTROL_MEASURES as CONTROLLED
+from ..measure.evaluate import TOGETHER_MEASURES
 from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import STABILITY_MEASURES
 from ..sae.metrics import DENSE_FREQUENCY
 from ..store.origin import point_words
-from .tables import METRIC_WORDS, Document, records_table, spelt, table
+from .tables import METRIC_WORDS, JsonObject, records_table, spelt, table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = (
@@ -39,7 +39,7 @@ LATENTS_LISTED = 12
 SETS_LISTED = 20
 
 
-def curve(lines: Sequence[Document], key: str) -> list[tuple[int, float]]:
+def curve(lines: Sequence[JsonObject], key: str) -> list[tuple[int, float]]:
     """The steps and finite values of a measure, from the lines of `metrics.jsonl`."""
     points = [(line["step"], line.get(key)) for line in lines]
     return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
@@ -65,12 +65,12 @@ def frequency_edges(*frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.logspace(math.floor(math.log10(lowest)), 0, 31)
 
 
-def sparsest_first(runs: Sequence[Document]) -> list[Document]:
+def sparsest_first(runs: Sequence[JsonObject]) -> list[JsonObject]:
     """Measures of runs by L0, of equal ones by FVU."""
     return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
 
 
-def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list[RenderableType]:
+def evaluation_tables(ranked: Sequence[JsonObject], models: Sequence[str]) -> list[RenderableType]:
     """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
     title = "sparsest first" if len(ranked) > 1 else None
     names = [*RECONSTRUCTION]
@@ -102,16 +102,19 @@ def evaluation_tables(ranked: Sequence[Document], models: Sequence[str]) -> list
     return shown
 
 
-def together_tables(runs: Sequence[Document], effect: Document) -> list[RenderableType]:
+def together_tables(runs: Sequence[JsonObject], effect: JsonObject) -> list[RenderableType]:
     """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
     title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats per token"
     meanings = "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any"
     errors = [run | error for run, error in zip(runs, effect["runs"], strict=True)]
     columns = ("run", "l0", "fvu", "fvu_spliced", "fvu_clean")
-    return [records_table(title, [effect], TOGETHER), records_table(meanings, errors, columns)]
+    return [
+        records_table(title, [effect], TOGETHER_MEASURES),
+        records_table(meanings, errors, columns),
+    ]
 
 
-def _by_source(runs: Sequence[Document]) -> Iterator[tuple[str, Document]]:
+def _by_source(runs: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
     """Each run's name and measures, and after it the measures of each source of a mixture."""
     for run in runs:
         yield run["run"], run
@@ -120,11 +123,11 @@ def _by_source(runs: Sequence[Document]) -> Iterator[tuple[str, Document]]:
 
 
 def comparison(
-    runs: Sequence[Document], columns: Sequence[str], title: str | None = None
+    runs: Sequence[JsonObject], columns: Sequence[str], title: str | None = None
 ) -> RenderableType:
     """A table of runs' measures, a line per run, and one per source of a mixture of texts."""
     lines = []
-    by_run: Document = {}
+    by_run: JsonObject = {}
     for name, measures in _by_source(runs):
         if "source" not in measures:
             by_run = measures
@@ -134,7 +137,7 @@ def comparison(
     return records_table(title, lines, ("run", *columns))
 
 
-def extremes(run: Document) -> str:
+def extremes(run: JsonObject) -> str:
     """Lines that list a run's dense latents, its silent ones, and numbers by source."""
     frequency, labels = np.array(run["frequency"]), run.get("labels", {})
     order = np.argsort(-frequency, kind="stable")
@@ -173,7 +176,7 @@ LATENT_CLASSES = {  # of a crosscoder's latents, by the heads of their columns
 }
 
 
-def places_table(run: Document) -> RenderableType:
+def places_table(run: JsonObject) -> RenderableType:
     """A crosscoder's hook points, and a line for each class of latents but shared ones."""
     places, classes, labels = run["places"], run["class"], run.get("labels", {})
     rows = []
@@ -199,7 +202,7 @@ def places_table(run: Document) -> RenderableType:
     return Group(table(title, heads, rows), *lines)
 
 
-def stability_table(document: Document) -> RenderableType:
+def stability_table(document: JsonObject) -> RenderableType:
     """The pairs of `saecli.stability`; with columns of latents that fire if some are silent."""
     lines = [pair | {"runs": ", ".join(pair["runs"])} for pair in document["pairs"]]
     lines.append({**document, "runs": "all pairs", "metric": None, "latents": None})
@@ -212,7 +215,7 @@ def stability_table(document: Document) -> RenderableType:
     return records_table(title, lines, columns)
 
 
-def probe_tables(document: Document) -> list[RenderableType]:
+def probe_tables(document: JsonObject) -> list[RenderableType]:
     """The tables of `sae probe`: AUC, its difference from the dense probe's, accuracy; for few sets the AUC of each."""
     probes, runs = document["probes"], document["runs"]
     counts = list(dict.fromkeys(line["k"] for line in probes if line["k"] is not None))
@@ -232,10 +235,10 @@ def probe_tables(document: Document) -> list[RenderableType]:
     return shown
 
 
-def _probes_by_set(document: Document, k: int) -> RenderableType:
+def _probes_by_set(document: JsonObject, k: int) -> RenderableType:
     runs = document["runs"]
     places = {(run["layer"], run["site"]): run for run in runs}
-    sets: dict[str, list[Document]] = {}
+    sets: dict[str, list[JsonObject]] = {}
     for line in document["by_set"]:
         sets.setdefault(line["set"], []).append(line)
     rows = []
@@ -251,13 +254,13 @@ def _probes_by_set(document: Document, k: int) -> RenderableType:
     return table("AUC by set", ["set", "texts", *heads], rows)
 
 
-def probes_of(lines: Sequence[Document], run: Document, k: int | None) -> list[Document]:
+def probes_of(lines: Sequence[JsonObject], run: JsonObject, k: int | None) -> list[JsonObject]:
     """The lines of a run's probes; k None: of the dense ones at its hook point."""
     wanted = {**run, "k": k} if k is not None else {**run, "run": None, "k": None}
     return [line for line in lines if all(line[key] == value for key, value in wanted.items())]
 
 
-def _with_interval(line: Document, name: str) -> str:
+def _with_interval(line: JsonObject, name: str) -> str:
     """A measure with half its interval's width: 0.712 ± 0.031."""
     if line[name] is None:
         return "-"
@@ -265,7 +268,7 @@ def _with_interval(line: Document, name: str) -> str:
     return f"{line[name]:.3f}{half}"
 
 
-def controls_table(document: Document) -> RenderableType:
+def controls_table(document: JsonObject) -> RenderableType:
     """The table of `sae controls`; measures that no training has are left out."""
     run, lines = document["run"], document["controls"]
     shown = [name for name in CONTROLLED if any(line[name] is not None for line in lines)]
@@ -275,7 +278,7 @@ def controls_table(document: Document) -> RenderableType:
     return records_table(title, rows, ["training", *shown])
 
 
-def refit_table(document: Document) -> RenderableType:
+def refit_table(document: JsonObject) -> RenderableType:
     before, after, final = document["before"], document["after"], document["final"]
     rows = [[*spelt([name]), before[name], after[name]] for name in REFITTED if name in after]
     prefixes = zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)
@@ -293,7 +296,7 @@ def refit_table(document: Document) -> RenderableType:
     return table(title, ["measure", "before", "after"], rows)
 
 
-def steering_tables(document: Document) -> list[RenderableType]:
+def steering_tables(document: JsonObject) -> list[RenderableType]:
     """The output of `sae steer`: a table of latents, and each prompt with both continuations, a line each."""
     layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
     title = (
@@ -321,7 +324,7 @@ def steering_tables(document: Document) -> list[RenderableType]:
     return [records_table(title, latents, columns), "".join(texts), *_unchanged(document)]
 
 
-def _unchanged(document: Document) -> list[str]:
+def _unchanged(document: JsonObject) -> list[str]:
     """A sentence if all texts stayed the same: why, and the scale of a large change."""
     if any(texts["plain"] != texts["steered"] for texts in document["continuations"]):
         return []
@@ -337,7 +340,7 @@ def _unchanged(document: Document) -> list[str]:
     return [f"\nthe text stayed the same: {why}; {advice}"]
 
 
-def explanation_tables(document: Document, top: int) -> list[RenderableType]:
+def explanation_tables(document: JsonObject, top: int) -> list[RenderableType]:
     """The output of `sae explain`: the first `top` latents with labels and scores, and the mean scores."""
     latents, means = document["latents"], document["scores"]
     kind, measures = ("rule", ["texts", "tokens"]) if means else ("given", [])
@@ -375,7 +378,7 @@ def explanation_tables(document: Document, top: int) -> list[RenderableType]:
     return shown
 
 
-def _means_table(means: Sequence[Document], measures: Sequence[str]) -> RenderableType:
+def _means_table(means: Sequence[JsonObject], measures: Sequence[str]) -> RenderableType:
     """Mean scores of kinds of labels; of a judge, the answers that do not count too."""
     rows = [
         [

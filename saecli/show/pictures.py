@@ -30,7 +30,7 @@ from .style import (
     say_empty,
     short,
 )
-from .tables import Document
+from .tables import JsonObject
 
 PICTURE_BINS = 40
 FREQUENCY_GROUPS = 10  # of latents of like frequency
@@ -41,7 +41,7 @@ FVU_LABEL = "fraction of variance unexplained (FVU)"
 FREQUENCY_LABEL = "fraction of rows a latent fires on"
 
 
-def draw_losses(path: Path | None, name: str, lines: Sequence[Document]) -> Figure:
+def draw_losses(path: Path | None, name: str, lines: Sequence[JsonObject]) -> Figure:
     """Draw FVU and L0 of a run's training batches and held-out rows by step, given its `metrics.jsonl`."""
     style = line_style(0)
     panels = {"fvu": FVU_LABEL, "l0": L0_LABEL}
@@ -154,7 +154,7 @@ def draw_patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
 
 
 def draw_sparsity(
-    path: Path | None, tallies: Sequence[Firing], runs: Sequence[Document]
+    path: Path | None, tallies: Sequence[Firing], runs: Sequence[JsonObject]
 ) -> list[tuple[Path | None, Figure]]:
     """Draw L0 and frequencies to `path`; each run's codes of its first rows, and a crosscoder's latents by hook point,
     to names that begin with the stem of `path`."""
@@ -184,13 +184,13 @@ def draw_sparsity(
 
 
 def draw_frontier(
-    path: Path | None, runs: Sequence[Document], families: Mapping[str, str]
+    path: Path | None, runs: Sequence[JsonObject], families: Mapping[str, str]
 ) -> Figure:
     """Draw runs by L0 and FVU, numbered in the order given, a family (by the run's name) with one marker and joined;
     runs with a measure that is not finite are left out."""
     numbers = numbered(run["run"] for run in runs)
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
-    members: dict[str, list[Document]] = {}
+    members: dict[str, list[JsonObject]] = {}
     for run in runs:
         members.setdefault(families[run["run"]], []).append(run)
     markers = {family: marker(index) for index, family in enumerate(members)}
@@ -242,7 +242,7 @@ def draw_frontier(
     return drawn
 
 
-def draw_probes(path: Path | None, document: Document) -> Figure:
+def draw_probes(path: Path | None, document: JsonObject) -> Figure:
     """Draw the document of `saecli.probe`: the AUC against the number of latents, and set by set against the dense
     probe's, which is dotted."""
     runs = document["runs"]
@@ -289,7 +289,7 @@ def draw_probes(path: Path | None, document: Document) -> Figure:
     return drawn
 
 
-def _auc_ends(lines: Sequence[Document]) -> NDArray[np.float64]:
+def _auc_ends(lines: Sequence[JsonObject]) -> NDArray[np.float64]:
     """AUCs and the ends of their intervals, (3, any number); an AUC without an interval is both."""
     ends = [
         [line["auc"] if line[name] is None else line[name] for line in lines]
@@ -298,7 +298,7 @@ def _auc_ends(lines: Sequence[Document]) -> NDArray[np.float64]:
     return np.array(ends)
 
 
-def draw_stability(path: Path | None, document: Document) -> Figure:
+def draw_stability(path: Path | None, document: JsonObject) -> Figure:
     """Draw the document of `saecli.stability`: |cosine| of latents with their counterparts, and the fraction of runs
     they are matched in against their frequency, a point for each tenth of a run's firing latents."""
     with figure(path, 9, 3.6) as drawn:
@@ -352,7 +352,7 @@ def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
     return [fires[group == number] for number in np.unique(group)]
 
 
-def draw_hook_points(path: Path | None, run: Document) -> Figure:
+def draw_hook_points(path: Path | None, run: JsonObject) -> Figure:
     """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, and at the largest one nu^epsilon
     elsewhere; hollow where other latents carry it (nu^r)."""
     fraction = np.array(run["share"], float)

@@ -16,14 +16,14 @@ from ..base.words import counted, printable
 from ..store.origin import point_words, without_folders
 from .measures import labelled
 from .report import page_of
-from .tables import Document, table
+from .tables import JsonObject, table
 
 PROMPT_SCRIPTS = ("dom.js", "prompt.js")
 TOKENS_LISTED, PEAKS_LISTED, TOKEN_WIDTH = 200, 10, 18
 PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pages
 
 
-def write_prompt_page(path: Path, document: Document) -> None:
+def write_prompt_page(path: Path, document: JsonObject) -> None:
     """A page that holds the document, whose latents should be those that its tokens list."""
     shown = {**document, "model": without_folders(document["model"])}
     page = page_of("read", f"{document['run']}: a prompt", PROMPT_SCRIPTS, shown)
@@ -31,7 +31,7 @@ def write_prompt_page(path: Path, document: Document) -> None:
         temporary.write_text(page, encoding="utf-8")
 
 
-def prompt_tables(document: Document) -> list[RenderableType]:
+def prompt_tables(document: JsonObject) -> list[RenderableType]:
     """Each token's strongest latents, a line each; then the whole text's, or the ones that differ most between two."""
     tokens, rows, part = document["tokens"], document["store_rows"], document["compare"]
     lines = [_token_line(position, token) for position, token in enumerate(tokens[:TOKENS_LISTED])]
@@ -50,14 +50,14 @@ def prompt_tables(document: Document) -> list[RenderableType]:
     return [_heading(document), *lines, "", table(title, heads, cells)]
 
 
-def _cells(latent: Document) -> list[Any]:
+def _cells(latent: JsonObject) -> list[Any]:
     if "difference" not in latent:
         return [latent["code"], _token(latent), latent["position"], latent["fires_on"]]
     here, there = latent["here"], latent["there"]
     return [latent["difference"], here["code"], _token(here), there["code"], _token(there)]
 
 
-def _heading(document: Document) -> Text:
+def _heading(document: JsonObject) -> Text:
     points = document.get("inputs", [document])
     places = " and ".join(point_words(point["layer"], point["site"]) for point in points)
     special = sum(token["special"] for token in document["tokens"])
@@ -68,7 +68,7 @@ def _heading(document: Document) -> Text:
     return Text(words, style="bold")
 
 
-def _token_line(position: int, token: Document) -> Text:
+def _token_line(position: int, token: JsonObject) -> Text:
     latents = [f"{entry['latent']} ({entry['code']:.3g})" for entry in token["latents"]]
     words = "  ".join(["special"] if token["special"] else latents)
     line = f"{position:>5}  {set_cell_size(_alone(token['text']), TOKEN_WIDTH)}  {words}"
@@ -84,7 +84,7 @@ def _alone(text: str) -> str:
     return "␣" * len(before) + printable(inner) + "␣" * len(after)
 
 
-def _token(part: Document) -> str:
+def _token(part: JsonObject) -> str:
     return "-" if part["token"] is None else _alone(part["token"])
 
 
@@ -94,7 +94,7 @@ def _percent(frequency: float | None, rows: int | None) -> str:
     return f"{100 * frequency:.2g}%" if frequency else f"< {100 / rows:.1g}%"
 
 
-def coloured(document: Document) -> list[RenderableType]:
+def coloured(document: JsonObject) -> list[RenderableType]:
     """Each text, with the tokens on which the first latent fires coloured by its code."""
     latent = document["latents"][0]
     texts = [(document["tokens"], latent)]
@@ -115,7 +115,7 @@ def coloured(document: Document) -> list[RenderableType]:
 class ColouredText:
     """A text, each token's background by its code; without colours, the code after the token."""
 
-    tokens: Sequence[Document]
+    tokens: Sequence[JsonObject]
     codes: Mapping[int, float]  # by position
     largest: float  # of full colour
 

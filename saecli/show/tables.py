@@ -13,7 +13,7 @@ from rich.text import Text
 from ..base.home import Home
 from ..base.words import counted, number, numbers_in_words, printable, size_words
 
-Document = Mapping[str, Any]  # what measure, geometry and others return, or a part of it
+JsonObject = Mapping[str, Any]  # what measure, geometry and others return, or a part of it
 LONG_WORD = 24  # characters of a word that is folded rather than leave other columns no room
 METRIC_WORDS = {"raw": "raw rows", "training": "metric of training"}
 WHOLE_CELL = 16  # characters of a cell that is not folded, such as a size or a time
@@ -40,7 +40,7 @@ def spelt(names: Iterable[str]) -> list[str]:
 
 
 def records_table(
-    title: str | None, records: Iterable[Document], columns: Sequence[str] | Mapping[str, str]
+    title: str | None, records: Iterable[JsonObject], columns: Sequence[str] | Mapping[str, str]
 ) -> RenderableType:
     """A table with a line per record and some of its entries as columns, under their names or those that a mapping
     gives."""
@@ -101,7 +101,7 @@ RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "create
 LISTING_HEADS = {"bytes": "size", "created": "begun, UTC"}
 
 
-def stored_tables(document: Document) -> list[RenderableType]:
+def stored_tables(document: JsonObject) -> list[RenderableType]:
     """`store.opening.stores_document`'s document: a store's facts, or a line for each of several."""
     stores = document.get("stores", [document])
     cached = all(store["cached"] for store in stores)
@@ -121,7 +121,7 @@ def stored_tables(document: Document) -> list[RenderableType]:
     return [records_table(title, lines, columns)]
 
 
-def modules_table(document: Document) -> RenderableType:
+def modules_table(document: JsonObject) -> RenderableType:
     rows = [
         [module["module"], numbers_in_words(module["layers"]), module["in"], module["out"]]
         for module in document["modules"]
@@ -130,7 +130,7 @@ def modules_table(document: Document) -> RenderableType:
     return table(title, ["--module", "layers", ":in", ":out"], rows)
 
 
-def _store_facts(store: Document) -> dict[str, Any]:
+def _store_facts(store: JsonObject) -> dict[str, Any]:
     source, norms = store["source"], store["norms"]
     names = ("model", "layer", "site", "module", "dataset", "file", "key")
     facts = {name: source[name] for name in names if source.get(name) is not None}
@@ -153,7 +153,7 @@ def _store_facts(store: Document) -> dict[str, Any]:
     return facts | {f"dropped: {reason}": count for reason, count in store["dropped"].items()}
 
 
-def listing_tables(document: Document) -> list[RenderableType]:
+def listing_tables(document: JsonObject) -> list[RenderableType]:
     """`list_home`'s document for people: a table of stores, one of runs, and a line for each problem."""
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
@@ -171,13 +171,13 @@ def listing_tables(document: Document) -> list[RenderableType]:
     return shown + document.get("problems", [])[unreadable:]
 
 
-def _listing(title: str, columns: Sequence[str], entries: Sequence[Document]) -> RenderableType:
+def _listing(title: str, columns: Sequence[str], entries: Sequence[JsonObject]) -> RenderableType:
     heads = [LISTING_HEADS.get(column, column) for column in columns]
     rows = [[entry["name"], *(_listed(entry, column) for column in columns)] for entry in entries]
     return table(title, ["name", *heads], rows)
 
 
-def _listed(entry: Document, column: str) -> Any:
+def _listed(entry: JsonObject, column: str) -> Any:
     value: Any = entry.get(column)
     if column == "bytes":
         return size_words(value)
@@ -205,7 +205,7 @@ RUN_FIGURES = {
 }
 
 
-def results_table(documents: Sequence[Document], varied: Sequence[str] = ()) -> RenderableType:
+def results_table(documents: Sequence[JsonObject], varied: Sequence[str] = ()) -> RenderableType:
     """The results of runs, documents of `sae train --json`, with the options that differ."""
     counts = {(document["rows_test"], document["rows_counted"]) for document in documents}
     title = "FVU and L0 on held-out rows, dead latents on training rows"
@@ -226,7 +226,7 @@ def results_table(documents: Sequence[Document], varied: Sequence[str] = ()) -> 
     return table(title, heads, rows)
 
 
-def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
+def compared_tables(documents: Sequence[JsonObject]) -> list[RenderableType]:
     """A table of runs that trained an SAE on: measures before and after, and which SAE each kept."""
     compared = [document for document in documents if "kept" in document]
     if not compared:
@@ -241,7 +241,7 @@ def compared_tables(documents: Sequence[Document]) -> list[RenderableType]:
     return [records_table(title, lines, columns)]
 
 
-def figures_table(documents: Sequence[Document]) -> RenderableType:
+def figures_table(documents: Sequence[JsonObject]) -> RenderableType:
     """A line per run: its steps, its error on the rows that it was trained on, and its learning rate; its solver's
     figures are in `--json`."""
     lines = [
@@ -251,12 +251,12 @@ def figures_table(documents: Sequence[Document]) -> RenderableType:
     return records_table(None, lines, RUN_FIGURES)
 
 
-def _median_line(label: str, measures: Document) -> list[Any]:
+def _median_line(label: str, measures: JsonObject) -> list[Any]:
     low, high = number(measures["p5"]), number(measures["p95"])
     return [f"{label}, median", measures["median"], f"5% to 95%: {low} to {high}"]
 
 
-def geometry_table(document: Document) -> RenderableType:
+def geometry_table(document: JsonObject) -> RenderableType:
     rank, margin, complexity = (document[name] for name in ("rank", "margin", "complexity"))
     possible = f"of 10^{document['cells_possible_log10']:.1f} possible"
     full = f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"
@@ -290,7 +290,7 @@ def geometry_table(document: Document) -> RenderableType:
     return table(title, ["measure", "value", "detail"], lines)
 
 
-def _reference_lines(references: Document) -> list[list[Any]]:
+def _reference_lines(references: JsonObject) -> list[list[Any]]:
     kmeans = counted(references["kmeans_cells"], "cell")
     pca = (
         f"{counted(references['local_pca_cells'], 'cell')} of rank {references['local_pca_rank']:,}"
@@ -307,7 +307,7 @@ def _reference_lines(references: Document) -> list[list[Any]]:
     ]
 
 
-def geometries_table(documents: Sequence[Document]) -> RenderableType:
+def geometries_table(documents: Sequence[JsonObject]) -> RenderableType:
     rows = [
         [
             *(document[name] for name in ("run", "rows", "l0", "cells_visited")),

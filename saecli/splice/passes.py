@@ -27,7 +27,7 @@ from ..store.origin import HookPoint
 from ..store.values import TextWindow
 
 PROBED = 16  # tokens on which a pass that repeats blocks is compared with a whole one
-ALIKE = 1e-4  # relative difference of one pass and another by rounding
+PASS_TOLERANCE = 1e-4  # relative difference of one pass and another by rounding
 Hook = Callable[[HookPoint, Tensor], Tensor]
 LOGITS_AT_ONCE = 1 << 25  # computed: 128 MB in float32
 CACHED_LOGITS = 1 << 20  # measured at once on a CPU, to stay in its cache: 4 MB in float32
@@ -138,7 +138,7 @@ class Passes:
             except ModelError:
                 in_part = torch.full_like(whole, torch.nan)
             worst = (in_part - whole).abs().max()
-            self._is_repeatable[count] = bool(worst <= ALIKE * whole.abs().max())
+            self._is_repeatable[count] = bool(worst <= PASS_TOLERANCE * whole.abs().max())
         return count if self._is_repeatable.get(count) else 0
 
 

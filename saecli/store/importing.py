@@ -34,7 +34,7 @@ OF_WORLDS = options_of(SyntheticConfig).keys()
 OF_ROWS = ("max_norm_multiple", "index", "transpose", "mask", "drop_zeros")
 WORLD_SHARD_ROWS = 32_768  # true codes of a shard are held in memory until it is whole
 # From a row on: each block's first row, and its values, as `ArraySource.blocks`.
-Blocks: TypeAlias = Iterator[tuple[int, Mapping[str, Any]]]
+ArrayBlocks: TypeAlias = Iterator[tuple[int, Mapping[str, Any]]]
 
 
 def import_array(
@@ -196,7 +196,7 @@ def import_synthetic(
     return ActivationStore.open(folder)
 
 
-def _world_blocks(folder: Path, config: SyntheticConfig, world: World, start: int) -> Blocks:
+def _world_blocks(folder: Path, config: SyntheticConfig, world: World, start: int) -> ArrayBlocks:
     """Rows and true codes of a world, which a file in the store's folder records."""
     path = folder / WORLD_FILE
     if path.exists():  # whose last bits may be of another machine's matrix products
@@ -224,7 +224,7 @@ def _fill(
     folder: Path,
     meta: StoreMeta,
     rows: int,
-    blocks_from: Callable[[int], Blocks],
+    blocks_from: Callable[[int], ArrayBlocks],
     label: str,
     listener: Listener,
     drop_zeros: bool = False,

@@ -10,7 +10,7 @@ import numpy as np
 from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..base.home import Home
-from .opening import find_store, open_store
+from .opening import find_store, open_named_store
 from .origin import STORES, Origin
 from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from .schema import hash_request
@@ -112,12 +112,12 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
     are not row for row the same tokens."""
     names: Sequence[str | None] = data or [None]
-    inputs = tuple(open_store(home, name, listener) for name in names)
+    inputs = tuple(open_named_store(home, name, listener) for name in names)
     paths = [store.path.resolve() for store in inputs]
     for store, path in zip(inputs, paths, strict=True):
         if paths.count(path) > 1:
             raise ConfigError(f"--data names {store.name} twice; name each store once")
-    joined = Joined(inputs, None if target is None else open_store(home, target, listener))
+    joined = Joined(inputs, None if target is None else open_named_store(home, target, listener))
     joined.demand_alike()
     return joined
 

@@ -29,7 +29,7 @@ def find_store(home: Home, name: str | None) -> ActivationStore:
     return ActivationStore.open(folder, homed=folder.resolve().parent == shelf.path.resolve())
 
 
-def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
+def open_named_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
     """The store of `find_store`, with a note that names the newest; StoreError if a shard is missing or truncated."""
     store = find_store(home, name)
     if name is None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from annotated_types import Ge
 
-from ..base.documents import Fraction, parse_json
+from ..base.documents import NonzeroFraction, parse_json
 from ..base.errors import ConfigError
 from ..base.files import to_json
 
@@ -135,7 +135,7 @@ class OriginEntries:
     beside: tuple[str, ...] | None = None
     target: str | None = None
     split_seed: Annotated[int, Ge(0)] | None = None
-    fraction: Fraction | None = None
+    fraction: NonzeroFraction | None = None
 
 
 ENTRIES = tuple(entry.name for entry in fields(OriginEntries))

@@ -49,7 +49,7 @@ from .training import Record, Training, start_training
 SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
 
 
-Named = tuple[Sequence[str], str | None]  # stores, and a target
+NamedStores = tuple[Sequence[str], str | None]  # stores, and a target
 
 
 class FinetuneSettings(NamedTuple):
@@ -82,7 +82,7 @@ class Opened:
         home: Home,
         sae: SAELike,
         settings: FinetuneSettings,
-        named: Named | None,
+        named: NamedStores | None,
         listener: Listener,
     ) -> Self:
         """Open what `sae finetune` names; `named` are the stores, if not the SAE's own."""
@@ -143,7 +143,7 @@ class Opened:
         return FinetuneRun(self.stores, plan, created, self.text)
 
 
-def _demand_one_text(text: Mapping[str, Any], named: Named | None) -> None:
+def _demand_one_text(text: Mapping[str, Any], named: NamedStores | None) -> None:
     if "dataset" in text and named is not None:
         raise ConfigError("cannot use both --data and --dataset at the same time; use one of them")
     if text and "dataset" not in text:
@@ -152,7 +152,9 @@ def _demand_one_text(text: Mapping[str, Any], named: Named | None) -> None:
         )
 
 
-def _open_stores(home: Home, subject: Subject, named: Named | None, listener: Listener) -> Joined:
+def _open_stores(
+    home: Home, subject: Subject, named: NamedStores | None, listener: Listener
+) -> Joined:
     """The stores named, else those that the SAE was trained on."""
     if named is not None:
         return open_joined(home, *named, listener)

@@ -27,7 +27,7 @@ from .options import MEASURED_ROWS, TRAINED
 from .rows import ArrayRows
 
 # As stored: two windows then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32.
-WINDOW_BYTES = 512 << 20
+LIVE_WINDOW_BYTES = 512 << 20
 
 
 class _ClosedError(Exception):
@@ -59,7 +59,7 @@ class LiveRows(RowSource):
         split_seed: int,
         least: int,
         listener: Listener,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int = LIVE_WINDOW_BYTES,
         from_sae: bool = False,
     ) -> None:
         self.rows = self._wanted = rows

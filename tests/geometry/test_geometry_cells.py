@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saecli.base.errors import ConfigError
 from saecli.geometry import geometry
 from saecli.geometry.cells import Cells, PowerDiagram, agreement, cells_of
-from saecli.geometry.geometry import Census, describe, rank, support_keys, visit_rows
+from saecli.geometry.geometry import Census, describe, map_rank, support_keys, visit_rows
 from saecli.sae.activations import (
     AbsTopK,
     Activation,
@@ -149,7 +149,7 @@ def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
         jacobian = torch.autograd.functional.jacobian(lambda x: case.sae(x[None])[0], row)
         values = np.linalg.svd(jacobian.numpy(), compute_uv=False)
         relative = values / max(values[0], np.finfo(float).tiny)
-        result = rank(sae, support.nonzero()[:, 0])
+        result = map_rank(sae, support.nonzero()[:, 0])
         # Between them lies rounding.
         assert (relative > 1e-12).sum() <= result <= (relative > 1e-18).sum()
 

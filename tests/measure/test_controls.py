@@ -12,7 +12,7 @@ from ridge_problems import least_squares, terms_of
 from storing import collect
 
 import saecli
-from saecli.measure.controls import of_model, shuffled
+from saecli.measure.controls import of_model, shuffle_columns
 from saecli.model.language_model import LanguageModel
 from saecli.model.source import find_model
 from saecli.store.reader import RowSource
@@ -104,7 +104,7 @@ def test_shuffled_rows_keep_every_marginal_and_lose_correlation(tmp_path: Path):
     x = make_store(tmp_path, "rows", (some_rows(3000, 2) @ factors).astype(np.float32))
     rows = saecli.open_store("rows", tmp_path).split("train")
     before = rows_of(rows)
-    first, again, other = (rows_of(shuffled(rows, seed)) for seed in (0, 0, 1))
+    first, again, other = (rows_of(shuffle_columns(rows, seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(np.sort(first, axis=0), np.sort(before, axis=0))
     np.testing.assert_array_equal(first, again)
     assert (first != other).mean() > 0.9
@@ -236,7 +236,7 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
     assert sae("train", "--data", "x", *QUICK, "--name", "plain").status == 0
     refusals = {no_memory: "Unable to allocate 1 TiB", no_gpu_memory: "CUDA out of memory"}
     for lacking, words in refusals.items():
-        monkeypatch.setattr("saecli.measure.controls.shuffled", lacking)
+        monkeypatch.setattr("saecli.measure.controls.shuffle_columns", lacking)
         document = saecli.controls("plain", home=sae.home)
         assert [line["control"] for line in document["controls"]] == NAMES[:3]
         assert document["notes"] == [f"without shuffled rows: {words}"]

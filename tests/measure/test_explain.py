@@ -20,7 +20,14 @@ from storing import make_store as make_text_store
 import saecli
 from saecli.base.console import Silent
 from saecli.base.home import Home
-from saecli.measure.excerpts import EXCERPT, Corpus, Excerpt, LatentExcerpts, excerpts_of, gather
+from saecli.measure.excerpts import (
+    LABEL_EXCERPT,
+    Corpus,
+    Excerpt,
+    LatentExcerpts,
+    excerpts_of,
+    gather,
+)
 from saecli.measure.labels import LEAST_SHOWN, Label, balanced_accuracy, read_labels, shown
 from saecli.measure.measured import ChosenRows
 from saecli.sae.activations import Relu
@@ -171,7 +178,7 @@ def test_excerpts_are_of_the_split_and_show_what_the_store_holds(planted: Plante
             *((True, part) for part in (found.firing, found.silent, found.near)),
         ):
             for excerpt in group:
-                assert len(excerpt.tokens) == len(excerpt.codes) == EXCERPT.length
+                assert len(excerpt.tokens) == len(excerpt.codes) == LABEL_EXCERPT.length
                 assert planted.finds(excerpt, latent, held_out)
         assert 10 < len(found.firing) <= 20 and all(any(each.codes) for each in found.firing)
         assert not any(any(each.codes) for each in (*found.silent, *found.near))
@@ -179,7 +186,7 @@ def test_excerpts_are_of_the_split_and_show_what_the_store_holds(planted: Plante
         peaks = [
             part.max()
             for codes in of_training
-            for part in (codes[: EXCERPT.length], codes[EXCERPT.length :])
+            for part in (codes[: LABEL_EXCERPT.length], codes[LABEL_EXCERPT.length :])
         ]
         for excerpt, peak in zip(found.shown[:10], sorted(peaks, reverse=True), strict=False):
             assert peak in excerpt.codes

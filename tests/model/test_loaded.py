@@ -159,6 +159,6 @@ def test_settings_of_transformers_stay_and_small_blocks_have_the_same_rows(
     first = saecli.extract(folder, name="a", **options)
     assert logging.is_progress_bar_enabled()
     assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
-    monkeypatch.setattr(extraction, "BLOCK_BYTES", 0)
+    monkeypatch.setattr(extraction, "EXTRACTED_BYTES", 0)
     for ours, theirs in zip(saecli.extract(folder, name="b", **options), first, strict=True):
         np.testing.assert_allclose(stored(ours.path)[0], stored(theirs.path)[0], atol=1e-5)

@@ -83,7 +83,7 @@ def test_counts_equal_those_of_the_matrix(
 def test_gram_matrices_are_added_to_the_lower_triangle(
     density: float, pairs: int, fraction: float, more: int, form: Callable, monkeypatch
 ) -> None:
-    monkeypatch.setattr("saecli.sae.codes.PAIRS", pairs)
+    monkeypatch.setattr("saecli.sae.codes.PRODUCT_PAIRS", pairs)
     for name, value in {"PAIRS_FRACTION": fraction, "PANEL": 16, "SPARSE_PANEL": 12}.items():
         monkeypatch.setattr(f"saecli.sae.codes.{name}", value)
     dense, before = matrix(density), normal(F, F + more, seed=5)

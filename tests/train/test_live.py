@@ -28,7 +28,7 @@ from saecli.store.schema import StoreMeta
 from saecli.store.split import WHOLE, Part, Split, is_test
 from saecli.store.values import DTYPES
 from saecli.train import SOLVERS
-from saecli.train.live import WINDOW_BYTES, LiveRows
+from saecli.train.live import LIVE_WINDOW_BYTES, LiveRows
 from saecli.train.options import Pam, TrainingConfig
 from saecli.train.plan import Plan
 from saecli.train.rows import ArrayRows, Normalisation, TrainingRows
@@ -62,7 +62,7 @@ def live_rows(
             raise error
 
     source = Streamed("some-model-l0", meta, {}, blocks)
-    window_bytes = WINDOW_BYTES if window is None else window * 4 * rows.shape[1]
+    window_bytes = LIVE_WINDOW_BYTES if window is None else window * 4 * rows.shape[1]
     return LiveRows(source, wanted, 0, least, Silent(), window_bytes, from_sae)
 
 

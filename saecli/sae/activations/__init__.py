@@ -146,10 +146,10 @@ class JumpRelu(LearnsThresholds):
 
     def l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """Mean number of active latents, with straight-through gradients."""
-        from ..codes import Step
+        from ..codes import Heaviside
 
         near, thresholds, width = self._near(pre, parameters)
-        return Step.apply(near.values, thresholds, width).sum() / len(pre)
+        return Heaviside.apply(near.values, thresholds, width).sum() / len(pre)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ FORMATS: dict[str, Format] = {
     "goodfire": Format((scopes.GOODFIRE_WEIGHTS,), scopes.load_goodfire, by_layer=True),
     "attention-heads": Format((scopes.HEADS_WEIGHTS,), scopes.load_attention_heads, by_layer=True),
     "circuit-tracer": Format(
-        (circuit_tracer.CONFIGS, circuit_tracer.WEIGHTS),
+        (circuit_tracer.CONFIGS, circuit_tracer.LAYER_FILES),
         circuit_tracer.load_circuit_tracer,
         circuit_tracer.save_circuit_tracer,
         (),
@@ -160,11 +160,11 @@ def found_among(paths: Iterable[str]) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for folder, names in sorted(folders.items()):
         for name, form in FORMATS.items():
-            matches = [common.matching(names, pattern) for pattern in form.files]
+            matches = [common.names_like(names, pattern) for pattern in form.files]
             if not all(matches):
                 continue
             *others, weights = matches
-            shared = [*chain(*others), *common.matching(names, form.optional)]
+            shared = [*chain(*others), *common.names_like(names, form.optional)]
             for file in weights:
                 key = folder / file if form.by_layer else folder
                 files = [str(folder / each) for each in (*shared, file)]

@@ -20,7 +20,7 @@ from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from . import common, hooks
 from .common import SavedSAE
 
-CONFIG, WEIGHTS = "config.yaml", "layer_[0-9]*.safetensors"
+CONFIG, LAYER_FILES = "config.yaml", "layer_[0-9]*.safetensors"
 CONFIGS = "*config.yaml"  # next to Qwen3's transcoders wandb-config.yaml, also spelt "wanb"
 QWEN3 = {  # in place of a config.yaml, which they lack
     "model_kind": "transcoder_set",
@@ -28,7 +28,7 @@ QWEN3 = {  # in place of a config.yaml, which they lack
     "feature_output_hook": "hook_mlp_out",
 }
 NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
-THRESHOLD = {"activation_function.threshold": "threshold"}
+TRACER_THRESHOLD = {"activation_function.threshold": "threshold"}
 WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK, TopK)
 
 _QWEN3 = re.compile(r"qwen3-([\d.]+b)-transcoders")
@@ -44,12 +44,14 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
         config = QWEN3 | ({"model_name": f"Qwen/Qwen3-{size[1].upper()}"} if size else {})
     common.refuse_unless(path, {"model_kind": None} | config, "model_kind", "transcoder_set")
     stored, _ = common.read_safetensors(file)
-    further = {name: own for name, own in (common.SKIP | THRESHOLD).items() if name in stored}
+    further = {
+        name: own for name, own in (common.SKIP | TRACER_THRESHOLD).items() if name in stored
+    }
     tensors = common.renamed(file, stored, NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
     common.refuse_unless(path, config, "activation", None, "topk", activation.name)
     if config.get("activation") == "topk":
-        activation = common.configured(path, TopK, k=config.get("k"))
+        activation = common.with_config(path, TopK, k=config.get("k"))
     sae = common.assemble(file, tensors, activation, transcodes=True)
     lowest = sae.activation_parameters.get("threshold", torch.zeros(1)).min()
     if lowest < 0:  # where circuit-tracer's codes may be negative
@@ -78,7 +80,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
         temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     names = NAMES | common.SKIP
     if not isinstance(sae.activation, Relu):
-        names |= THRESHOLD
+        names |= TRACER_THRESHOLD
     layer = saved.origin.read[0].layer
     assert layer is not None  # which `_config` demands
     common.write_sae(folder / f"layer_{layer}.safetensors", sae, names)

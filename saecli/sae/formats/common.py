@@ -30,7 +30,7 @@ from ..activations import Activation, Thresholded
 from ..codes import Prefixes
 from ..dictionary import SAE
 
-Document = TypeVar("Document")
+ParsedConfig = TypeVar("ParsedConfig")
 Configured = TypeVar("Configured")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
@@ -116,7 +116,7 @@ def assemble(
         tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()
     ]
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
-    configured(path, activation.check, d_sae=d_sae)
+    with_config(path, activation.check, d_sae=d_sae)
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
     W_skip = ready.pop("W_skip", None)
@@ -239,7 +239,7 @@ def disassembled(sae: SAE, names: Mapping[str, str], subtracts: bool = False) ->
     return theirs
 
 
-def configured(path: Path, kind: Callable[..., Configured], **settings: Any) -> Configured:
+def with_config(path: Path, kind: Callable[..., Configured], **settings: Any) -> Configured:
     """What settings from a file make, such as an activation; FormatError if they do not fit."""
     try:
         return kind(**settings)
@@ -247,7 +247,7 @@ def configured(path: Path, kind: Callable[..., Configured], **settings: Any) -> 
         raise FormatError(f"{path}: {error}") from error
 
 
-def matching(names: Iterable[str], pattern: str) -> list[str]:
+def names_like(names: Iterable[str], pattern: str) -> list[str]:
     """The names that match a pattern of a format's files."""
     return [
         name
@@ -256,7 +256,7 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
     ]
 
 
-def read_config(path: Path, kind: type[Document]) -> Document:
+def read_config(path: Path, kind: type[ParsedConfig]) -> ParsedConfig:
     try:
         return read_json(path, kind)
     except (OSError, ValueError) as error:

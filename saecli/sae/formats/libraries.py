@@ -137,10 +137,10 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
         kinds |= {} if kind is BatchTopK else dict.fromkeys(names, kind)
     common.refuse_unless(path, config, "architecture", *kinds, *CHECKPOINTS)
     if config["architecture"] in CHECKPOINTS:  # whose k may be a fraction
-        return common.configured(path, BatchTopK, k=max(1, round(config["k"])))
+        return common.with_config(path, BatchTopK, k=max(1, round(config["k"])))
     kind = kinds[config["architecture"]]
     settings = {"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}
-    return common.configured(path, kind, **settings)
+    return common.with_config(path, kind, **settings)
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
@@ -195,7 +195,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "transcode", False, True)
     transcodes = config.get("transcode", False)
     common.refuse_unless(path, config, "skip_connection", False, transcodes)
-    activation = common.configured(path, ReluTopK, k=config.get("k"))
+    activation = common.with_config(path, ReluTopK, k=config.get("k"))
     names = SPARSIFY_NAMES | (common.SKIP if config.get("skip_connection", False) else {})
     tensors = common.read_renamed(file, names)
     sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
@@ -307,7 +307,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     settings = {}
     if "k" in layout.extras:
         settings["k"] = tensors.pop("k").item() if "k" in extra else trainer.k
-    activation = common.configured(file, layout.activation, **settings)
+    activation = common.with_config(file, layout.activation, **settings)
     if "threshold" not in activation.parameters(1):
         tensors.pop("threshold", None)
     prefixes: Prefixes = ()

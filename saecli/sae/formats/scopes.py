@@ -36,7 +36,7 @@ GEMMA_ARRAYS = "params.npz"
 CONFIG = "config.json"
 GEMMA_WEIGHTS, GEMMA_LAYER = "params.safetensors", "params_layer_{}.safetensors"
 GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
-SKIP = {"affine_skip_connection": "W_skip"}
+AFFINE_SKIP = {"affine_skip_connection": "W_skip"}
 # Modules by site.
 GEMMA_MODULES = {
     "resid_post": "output",
@@ -98,7 +98,7 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "affine_connection", False, True)
     rows, targets = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
     path = folder / GEMMA_WEIGHTS
-    skip = SKIP if config.get("affine_connection", False) else {}
+    skip = AFFINE_SKIP if config.get("affine_connection", False) else {}
     tensors = common.read_renamed(path, GEMMA_NAMES | skip)
     differ = None not in (rows, targets) and rows != targets
     transcodes = config.get("type") == "transcoder" or bool(skip) or differ
@@ -208,7 +208,7 @@ def load_qwen_scope(file: Path) -> SavedSAE:
             f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
             f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder"
         )
-    activation = common.configured(file, TopK, k=ks[0])
+    activation = common.with_config(file, TopK, k=ks[0])
     tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
     models = (f"Qwen/{match[1]}" for match in map(_MODEL.fullmatch, names) if match)
     layer = int(re.findall(r"\d+", file.name)[0])

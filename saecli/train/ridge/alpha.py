@@ -27,7 +27,10 @@ from ...base.devices import moved
 from .decoder import best_multiple
 from .system import Factorisation, Sample, System, Terms
 
-LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
+LEAST, MOST_ALPHA = (
+    1e-7,
+    1e3,
+)  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
 FACTOR = 3  # of the walk's steps; as many of them are one long stride
 MIXED = 64  # random sums of columns that determine c
 
@@ -45,11 +48,11 @@ def choose_alpha(
     """
     scale = max(system.scale(terms.shrink(system.rows)), sys.float_info.min)
     press = press_of(system, terms, z, y)
-    start = float(np.clip(last or scale, LEAST * scale, MOST * scale))
+    start = float(np.clip(last or scale, LEAST * scale, MOST_ALPHA * scale))
     errors: dict[int, float] = {}
 
     def factorised(steps: float) -> Factorisation:
-        alpha = float(np.clip(start * float(FACTOR) ** steps, LEAST * scale, MOST * scale))
+        alpha = float(np.clip(start * float(FACTOR) ** steps, LEAST * scale, MOST_ALPHA * scale))
         return system.factorise(replace(terms, alpha=alpha))
 
     def error(steps: int) -> float:

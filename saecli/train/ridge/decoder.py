@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...sae.codes import Codes, Prefixes
-from .iterative import COLUMNS, StreamedCodes
+from .iterative import SOLVED_COLUMNS, StreamedCodes
 from .sums import HeldRows, Sums, cholesky
 from .system import Factorisation, Inverse, SkipSums, System, Terms
 
@@ -57,7 +57,7 @@ def method_for(
         factorised = Method("direct", 8 * (2 * d_sae * d_sae + solution), prefixes=prefixes)
     # Vectors of the iteration, for each column; of all columns at once if codes come again for each product.
     streaming = 8 * (solution + 6 * d_sae * d_out)
-    keeping = 8 * (solution + 6 * d_sae * min(COLUMNS, d_out))
+    keeping = 8 * (solution + 6 * d_sae * min(SOLVED_COLUMNS, d_out))
     if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
         return factorised
     budget = 0.8 * max(memory - keeping, 0)  # the rest for what codes take while they are joined

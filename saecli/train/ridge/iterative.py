@@ -17,7 +17,7 @@ from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, Ridge, System
 MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
 # Columns of the right side at a time: the sums for a row of codes then stay in a core's cache.
-COLUMNS = 256
+SOLVED_COLUMNS = 256
 
 
 def conjugate_gradient(
@@ -195,7 +195,7 @@ class Iterative(Factorisation):
         def times(V: Tensor) -> Tensor:
             return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)
 
-        width = right.shape[1] if self._codes.streams else COLUMNS
+        width = right.shape[1] if self._codes.streams else SOLVED_COLUMNS
         solution = torch.empty_like(right)
         for begin in range(0, right.shape[1], width):
             columns = slice(begin, begin + width)
