@@ -1,6 +1,7 @@
 """One declaration of an option: what Python, TOML and the command line take is the same; errors are data. `--config
 run.toml`: a run's own file trains it again, and the command line wins."""
 
+import inspect
 import shlex
 import tomllib
 from collections.abc import Callable
@@ -11,12 +12,25 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 from annotated_types import Ge, Gt, Le, Lt
-from homes import CommandLine, assert_same_weights, make_store, some_rows
+from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows
 from typer.testing import CliRunner
 
+import saecli
 from saecli.base.errors import ConfigError
-from saecli.base.options import Config, Count, NonNegative, Shown, options_of, toml_lines, words_of
+from saecli.base.options import (
+    REQUIRED,
+    Config,
+    Count,
+    NonNegative,
+    Shown,
+    arguments_of,
+    options_of,
+    toml_lines,
+    words_of,
+)
+from saecli.cli.main import load_command
 from saecli.cli.options import configured
+from saecli.derive.functions import refit_run
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train import SOLVERS
 
@@ -154,6 +168,54 @@ def test_an_option_of_several_configurations_is_declared_alike():
         for config in table.values():
             for name, option in options_of(config).items():
                 assert declared.setdefault(name, option) == option
+
+
+BY_COMMAND = {
+    "eval": saecli.evaluate,
+    "refit": refit_run,
+    **{
+        name: getattr(saecli, name)
+        for name in "sparsity geometry probe controls read explain steer report export push".split()
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_COMMAND)
+def test_a_public_function_names_types_and_describes_what_its_command_takes(name: str):
+    function, params = BY_COMMAND[name], {param.name: param for param in load_command(name).params}
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    options = arguments_of(function)
+    for argument, option in options.items():
+        param = params[option.name]
+        assert param.required == (option.default is REQUIRED)
+        assert option.help in param.help and f"{argument}: {option.help}" in function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        ("eval", "split", "half"),
+        ("eval", "tokens", 0),
+        ("probe", "rows", 10),
+        ("read", "top", 0),
+        ("report", "examples", 101),
+        ("steer", "temperature", -1.0),
+        ("geometry", "radius", 0.0),
+        ("explain", "concurrency", 0),
+    ],
+)
+def test_python_and_the_command_line_refuse_a_value_in_the_same_words(
+    sae: CommandLine, name: str, argument: str, value: Any
+):
+    option = arguments_of(BY_COMMAND[name])[argument]
+    make_run(sae.home, "run", random_sae())
+    needed = {"steer": "--latent 1 --prompt a", "report": "--out x", "read": "--prompt a"}
+    said = sae(f"{name} {needed.get(name, '')}", f"--{argument}={value}").err
+    with pytest.raises(ConfigError) as refused:
+        option.checked(value)
+    (expected, _) = str(refused.value).split(", got ")
+    assert f"{expected}, got " in said
 
 
 QUICK = ["--d-sae", "24", "--epochs", "2"]
