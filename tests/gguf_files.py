@@ -9,30 +9,8 @@ import torch
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM
 
-# Of a block's weights by their names in a folder.
-BLOCK = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LETTERS = [chr(code) for code in range(97, 123)]
 WORDS = ["<pad>", "<bos>", "<eos>", "Ġ", *LETTERS[:-1], ".", "ab", "cd"]  # 32
-
-
-def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a folder's weight."""
-    stem, kind = name.rsplit(".", 1)
-    if stem in REST:
-        return f"{REST[stem]}.{kind}"
-    _, _, number, part = stem.split(".", 3)
-    return f"blk.{number}.{BLOCK[part]}.{kind}"
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -72,6 +50,8 @@ def save_both(
     writer.add_add_bos_token(True)
     kind = gguf.GGMLQuantizationType[quantisation]
     weights = model.state_dict()
+    known = {gguf.MODEL_ARCH_NAMES[each]: each for each in gguf.MODEL_ARCH}[architecture]
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     for name, weight in weights.items():
         values = torch.randn_like(weight).numpy() * 0.3 + (1 if weight.dim() == 1 else 0)
         own = gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else kind
@@ -79,7 +59,8 @@ def save_both(
         part = next((letter for letter in heads if f".{letter}_proj." in name), None)
         moved = architecture == "llama" and part is not None
         packed = quantize(interleaved(values, heads[part]) if moved else values, own)
-        writer.add_tensor(gguf_name(name), packed, raw_dtype=own)
+        name_there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(name_there, packed, raw_dtype=own)
         # Blocks lie within rows, so the order of rows does not matter to what they stand for.
         weights[name] = torch.from_numpy(dequantize(quantize(values, own), own).copy())
     if factors:

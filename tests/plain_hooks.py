@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saecli.model.windows import TextWindow
+from saecli.store.values import TextWindow
 
 Replace = Callable[[Tensor], Tensor]
 

@@ -37,9 +37,10 @@ from ..base.console import Step
 from ..base.errors import ConfigError, ModelError
 from ..model.language_model import LanguageModel
 from ..model.tokenizer import affixes, text_ids
-from ..model.windows import TextWindow, pass_tokens, stored_activations
+from ..model.windows import pass_tokens, stored_activations
 from ..splice.placement import Placement
 from ..store.origin import HookPoint
+from ..store.values import TextWindow
 from .measured import codes_of
 
 PROBE_CONTEXT = 1024  # tokens of a text, as in sae-probes

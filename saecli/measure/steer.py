@@ -33,7 +33,7 @@ from ..extract.chats import REPEATED
 from ..model.language_model import LanguageModel
 from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, affixes, special_ids, text_ids
-from ..model.windows import TextWindow, stored_activations
+from ..model.windows import stored_activations
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject
@@ -41,6 +41,7 @@ from ..splice.generation import continuation
 from ..splice.placement import Placement, placement
 from ..splice.spliced import Splice, splices
 from ..store.origin import place_given, point_words
+from ..store.values import TextWindow
 from .arguments import HomeLike, Layer, Method, Module, Site
 from .latents import chosen_latents
 from .measured import own_codes

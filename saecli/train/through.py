@@ -25,7 +25,7 @@ from torch import Tensor
 from ..base.errors import ModelError
 from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
-from ..model.windows import TextWindow, in_batches, pass_tokens, stored_activations
+from ..model.windows import in_batches, pass_tokens, stored_activations
 from ..sae.activations import THRESHOLD_RATE, Relu
 from ..sae.activations.base import between, scaled_to
 from ..sae.codes import Codes
@@ -34,6 +34,7 @@ from ..sae.metrics import reconstruction
 from ..splice.effects import effects
 from ..splice.passes import CleanPass, Passes
 from ..splice.placement import Placement
+from ..store.values import TextWindow
 from .comparison import Comparison
 from .descent import Descent, StepReport, Task
 from .finetune_options import Finetune

@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
-from saecli.model.windows import TextWindow
 from saecli.store.reader import ActivationStore
 from saecli.store.split import is_test
+from saecli.store.values import TextWindow
 
 BOS, EOS, CONTEXT, LAYER = 1, 2, 12, 1
 TEMPLATE = (

@@ -13,7 +13,6 @@ from tiny_models import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.model.windows import TextWindow
 from saecli.sae.dictionary import SAE
 
 TEXT = "\n\n".join("abcdefghijklmnop"[n % 9 : n % 9 + 7] for n in range(200))
@@ -51,7 +50,7 @@ def test_an_edited_model_is_measured_itself_and_its_name_is_warned_of(
     measured = saecli.evaluate(sae, "rows", **loaded, **home)
     assert loaded["model"].training
     loaded["model"].eval()
-    windows = [TextWindow(*window) for window in store.split("test").windows(None)]
+    windows = [*store.split("test").windows()]
     layer = loaded["model"].model.layers[1]
     with torch.no_grad():
         assert_same_effects(measured, effects_by_hooks(loaded["model"], layer, windows, sae))

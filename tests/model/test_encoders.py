@@ -24,7 +24,6 @@ from transformers import (
 )
 
 import saecli
-from saecli.model.windows import TextWindow
 from saecli.splice.passes import hidden_tokens
 from saecli.store.origin import SITES, HookPoint
 
@@ -169,8 +168,8 @@ def test_effects_are_of_masked_tokens(sae: CommandLine, tmp_path: Path, kind: st
     module = model.get_submodule(block.name(path))
     clean = spliced = kl = 0.0
     count = rows = 0
-    for ids, kept in saecli.open_store("x", home=sae.home).split("test").windows(None):
-        window = TextWindow(ids, kept)
+    for window in saecli.open_store("x", home=sae.home).split("test").windows():
+        ids, kept = window
         hidden = hidden_tokens([window], torch.from_numpy(kept)[None])
         assert (
             hidden.sum() == max(1, round(0.15 * kept.sum()))

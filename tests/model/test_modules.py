@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.model.windows import TextWindow
 from saecli.store.schema import StoreMeta
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -120,10 +119,9 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
     trained = saecli.load_sae("run", home=sae.home)
     assert trained.metadata["site"] == "mlp.down_proj:in" and trained.d_in == 24
     model = AutoModelForCausalLM.from_pretrained(folder)
-    windows = saecli.open_store("rows", home=sae.home).split("test").windows(None)
+    windows = [*saecli.open_store("rows", home=sae.home).split("test").windows()]
     module = model.get_submodule("model.layers.1.mlp.down_proj")
-    stored_windows = [TextWindow(*window) for window in windows]
-    expected = effects_by_hooks(model, module, stored_windows, trained, "in")["kl"]
+    expected = effects_by_hooks(model, module, windows, trained, "in")["kl"]
     assert measured["kl"] == pytest.approx(expected, rel=1e-3) and measured["kl"] > 0
     document = sae("read run --json --prompt abcabc").json
     assert (document["layer"], document["site"]) == (1, "mlp.down_proj:in")

@@ -31,13 +31,14 @@ from saecli.extract.windows import Cutter
 from saecli.model.language_model import LanguageModel
 from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.model.source import find_model
-from saecli.model.windows import TextWindow, stored_windows
+from saecli.model.windows import stored_windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.splice import passes as measured
 from saecli.splice.effects import effects
 from saecli.splice.passes import CleanPass, Passes
 from saecli.store.origin import HookPoint
+from saecli.store.values import TextWindow
 
 SITES = {"resid_post": "", "mlp_out": "post_feedforward_layernorm", "resid_pre": ""}
 PLACES = [(2, "resid_post"), (1, "mlp_out"), (0, "resid_post"), (0, "resid_pre"), (3, "resid_pre")]
