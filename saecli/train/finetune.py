@@ -339,9 +339,8 @@ def finetune(
         **options: those of `sae finetune`: `tokens`, `objective`, `fvu_weight`, `only`, `lr`, `dataset`, `device` and
             so on.
 
-    Returns the better SAE of the two, before and after, on a tenth of the training documents, kept out of training, so
-    that the held-out ones, which `sae eval` measures on, stay out of the choice; `metadata` has `before`, `after` and
-    `kept`. Cost: two forward passes and one backward pass over the tokens.
+    Returns the better SAE of the two, before and after, on a tenth of the training documents, kept out of training;
+    `metadata` has `before`, `after` and `kept`. Cost: two forward passes and one backward pass over the tokens.
     """
     demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
     if "log_to" in options:

@@ -1,7 +1,5 @@
 """Training from Python: `saecli.open_store`, `join` and `fit`.
 
-Options have the names, meanings and checks of the command line's; see `sae train --help`.
-
 Shapes: N rows, D = d_in, E the width of targets, F = d_sae.
 """
 
@@ -86,7 +84,6 @@ def fit(
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
-    PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/train/pam.py`.
 
     Args:
         rows: a store or its name, from which the SAE is bit for bit that of `sae train`; rows of one
@@ -94,9 +91,9 @@ def fit(
         act: relu, jumprelu, gated, topk, relu-topk, abs-topk, batchtopk or matching-pursuit; None for that of
             `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
-        init: an SAE to train on instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
-            with its activation `k` are inherited. Returned as it was if its loss did not fall on a tenth of a store's
-            training documents, kept out of training (on all rows, if these are chosen or in memory).
+        init: an SAE to train on, or whatever `load_sae` takes; `d_sae`, `prefixes`, and with its activation `k` are
+            inherited. Returned as it was if its loss did not fall on a tenth of a store's training documents, kept out
+            of training (on all rows, if these are chosen or in memory).
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 

@@ -46,7 +46,6 @@ class LiveRows(RowSource):
         split_seed: of the choice of held-out documents.
         least: least rows of a window.
         window_bytes: of a window, as stored.
-        from_sae: training begins from an SAE.
     """
 
     name = "rows of a model"

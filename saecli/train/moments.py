@@ -310,7 +310,7 @@ def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tenso
     over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
     """
     W_dec = dictionary.decoder().detach().double()
-    penalised = dictionary.weighed(W_dec).norm(dim=1)
-    norms = W_dec.square().sum(1) / penalised.clamp(min=torch.finfo(torch.float64).tiny)
+    sizes = dictionary.weighed(W_dec).norm(dim=1)
+    norms = W_dec.square().sum(1) / sizes.clamp(min=torch.finfo(torch.float64).tiny)
     mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
     return weights / (2 * norms.clamp(min=LEAST_SIZE * mean))

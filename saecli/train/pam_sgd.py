@@ -1,13 +1,12 @@
 """`--solver pam-sgd`: Algorithm 3.1 with another unknown, and the upkeep of its latents between the steps.
 
 The unknown is Delta in `W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha
-on Delta, and the encoder step holds Delta and c and differentiates through c W_enc'; it moves b_dec too. As alpha grows
-it tends to SGD with tied weights, as alpha falls to the free decoder.
+on Delta; the encoder step holds Delta and c, differentiates through c W_enc', and moves b_dec. A large alpha is SGD
+with tied weights, a small one the free decoder.
 
-Alternating minimisation moves slowly along valleys that joint descent follows. From some step on the decoder is
-therefore released: W_dec becomes a parameter of its own, trained by gradient with the encoder, and decoder steps
-replace it by its optimum as before. Where leave-one-out chooses a large alpha the rows don't support a decoder far from
-the tie, and it is held to the end (`--release`), as is that of matching pursuit. A transcoder's is released at once.
+Alternation moves slowly along valleys that joint descent follows, so from some step on the decoder is released: trained
+by gradient with the encoder, and replaced by its optimum as before. Where leave-one-out chooses a large alpha the rows
+don't support a decoder far from the tie, and it is held to the end (`--release`).
 
 D = d_in, E = d_out, F = d_sae.
 """

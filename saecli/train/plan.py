@@ -339,17 +339,17 @@ def few_documents(rows: RowSource | None) -> int:
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
     """Further warnings, about measures on held-out rows, or on training rows if held-out ones do not vary."""
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
-    penalised, activation = plan.training.sparsity != "none", plan.activation
-    if measures["l0"] < 1 and penalised:
+    has_penalty, activation = plan.training.sparsity != "none", plan.activation
+    if measures["l0"] < 1 and has_penalty:
         for_fvu = "fewer than one latent is active per row: lower --sparsity-weight"
     elif train["fvu"] <= 1:
         for_fvu = "train FVU is not: lower --d-sae, or train on more rows"
     else:
-        for_fvu = "lower --lr" + (" or --sparsity-weight" if penalised else "")
+        for_fvu = "lower --lr" + (" or --sparsity-weight" if has_penalty else "")
     if isinstance(activation, KeepsK):
         for_l0 = "lower --k"
     else:
-        for_l0 = "raise --sparsity-weight" if penalised else "use --sparsity l1"
+        for_l0 = "raise --sparsity-weight" if has_penalty else "use --sparsity l1"
     advice = {"fvu": for_fvu, "l0": for_l0}
     doubted = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if plan.is_dense:  # which is said at the start

@@ -1,12 +1,11 @@
-"""Solver and loop of `sae finetune`: descent through the language model that an SAE acts in.
+"""The solver of `sae finetune`: descent through the language model that an SAE acts in.
 
     loss = KL(clean || spliced) + w FVU        or, with `--objective ce`, the spliced model's cross-entropy + w FVU
 
 per row. The clean pass gives the activations that the SAE encodes; the spliced one has its predictions in their place,
-and a gradient from the hook point up: blocks below keep no activations for it. The SAE acts on rows centred and divided
-by one number per hook point, so that one learning rate fits all models; FVU is raw, since KL weighs dimensions as the
-model does. The SAE keeps the metric of its training. L0 is held where it starts: by one factor on
-all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases; with topk it is fixed.
+and a gradient from the hook point up. Rows are centred and divided by one number per hook point, so that one learning
+rate fits all models; FVU is raw, since KL weighs dimensions as the model does. L0 is held where it starts: by one
+factor on all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases.
 
 Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Finetune Is All You Need" (2025).
 
@@ -124,7 +123,7 @@ class ThroughModel(Descent):
     ) -> None:
         self.codes_stay = config.only == "decoder"
         # Else L1 holds L0, of this weight.
-        self.penalised = isinstance(initial.activation, Relu) and not self.codes_stay
+        self.uses_l1 = isinstance(initial.activation, Relu) and not self.codes_stay
         fixed = ["threshold"]
         if self.codes_stay:
             fixed += ["W_enc", "b_enc", *initial.activation_parameters]
@@ -139,7 +138,7 @@ class ThroughModel(Descent):
         """The weight of L1 at which the sample's codes are about stationary: over active latents, the mean of
         `2 (y - y_hat) . W_dec_i / ||W_dec_i||`; 0 for activations that need no penalty."""
         batch, dictionary = self.task.sample, self.dictionary
-        if not self.penalised:
+        if not self.uses_l1:
             return self.target.new_zeros(())
         W_dec = dictionary.decoder()
         residuals = batch.y - dictionary.predicted(batch.x, codes)[:, -1]
@@ -199,7 +198,7 @@ class ThroughModel(Descent):
         targets = (y.to(target_mean) - target_mean) / target_scale
         errors = (y_hat - targets[:, None]).square().sum(-1).sum(0).double()  # (L,)
         rest = fvu_weight * errors.mean() / normalisation.variance
-        if self.penalised:
+        if self.uses_l1:
             # Detached, or the penalty would shrink exact reconstructions.
             norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()
             penalty = self.weight * codes.times(norms[:, None]).sum()
@@ -226,7 +225,7 @@ class ThroughModel(Descent):
     def _hold_l0(self, l0: Tensor) -> None:
         """Move the thresholds, or the penalty's weight, against an excess of L0."""
         excess = (l0 / self.target - 1).clamp(max=1.0)
-        if self.penalised:
+        if self.uses_l1:
             self.weight *= (WEIGHT_RATE * excess).exp()
             if self.steps % HOLD_EVERY == 0:  # the weight takes hundreds of steps to find its value
                 self.match_l0()
@@ -239,13 +238,13 @@ class ThroughModel(Descent):
         """Give the sample the L0 that it had at the start: scale the thresholds; with relu shift the biases, by one
         amount in units of the codes' contributions, `z_i ||W_dec_i||`."""
         dictionary, parameters = self.dictionary, self.dictionary.activation_parameters
-        if self.codes_stay or not (self.penalised or "threshold" in parameters):
+        if self.codes_stay or not (self.uses_l1 or "threshold" in parameters):
             return
         pre = dictionary.pre_activations(self.task.sample.x)
         kept = round(self.target.item() * len(pre))
         if not 0 < kept < pre.numel():
             return
-        if self.penalised:
+        if self.uses_l1:
             norms = dictionary.weighed(dictionary.decoder()).norm(dim=1)
             norms = norms.clamp(min=torch.finfo(pre.dtype).tiny)
             dictionary.b_enc -= between(pre * norms, kept) / norms
