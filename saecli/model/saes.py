@@ -212,8 +212,8 @@ def _family(model: str | None, folder: Path | None) -> Family | None:
     except (OSError, ValueError):
         return None
     text = config.get("text_config")
-    own = text if isinstance(text, dict) else config
-    return FAMILIES.get(str(own.get("model_type")))
+    entries = text if isinstance(text, dict) else config
+    return FAMILIES.get(str(entries.get("model_type")))
 
 
 def _norm(point: HookPoint, width: int, family: Family, folder: Path) -> Affine | None:

@@ -327,17 +327,17 @@ def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> N
     ends = sizes.cumsum(0)
     pairs = pairs_of(sizes).cumsum(0)
     flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
-    begun = 0
-    while begun < len(sizes):
-        seen = int(pairs[begun - 1]) if begun else 0
-        stop = max(int(torch.searchsorted(pairs, seen + most, right=True)), begun + 1)
-        begin, end = int(ends[begun] - sizes[begun]), int(ends[stop - 1])
+    row = 0
+    while row < len(sizes):
+        seen = int(pairs[row - 1]) if row else 0
+        stop = max(int(torch.searchsorted(pairs, seen + most, right=True)), row + 1)
+        begin, end = int(ends[row] - sizes[row]), int(ends[stop - 1])
         latents, factors = indices[begin:end], values[begin:end]
-        some_sizes = moved(sizes[begun:stop], device)
+        some_sizes = moved(sizes[row:stop], device)
         left, right = _within_rows(some_sizes, end - begin, int(pairs[stop - 1]) - seen)
         low, high = torch.aminmax(torch.stack([latents[left], latents[right]]), dim=0)
         add_at(flat, high * gram.stride(0) + low, (factors[left] * factors[right]).to(gram.dtype))
-        begun = stop
+        row = stop
 
 
 def _within_rows(sizes: Tensor, entries: int, pairs: int) -> tuple[Tensor, Tensor]:
@@ -391,8 +391,8 @@ def largest(pre: Tensor, count: int) -> Codes:
     entries = _largest(flat.detach(), count)
     if count <= DENSITY * len(flat):
         return _at_ascending(pre, entries)
-    kept = torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries))
-    return Codes(kept.view_as(pre))
+    largest_alone = torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries))
+    return Codes(largest_alone.view_as(pre))
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

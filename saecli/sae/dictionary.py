@@ -77,10 +77,10 @@ class Batch:
 
     def first(self, count: int) -> "Batch":
         count = min(count, self.size)
-        own = count if self.index is None else int((self.index < count).sum())
-        x = self.x[:own]
-        y = x if self.y is self.x else self.y[:own]
-        return Batch(x, y, count, None if self.index is None else self.index[:own])
+        here = count if self.index is None else int((self.index < count).sum())
+        x = self.x[:here]
+        y = x if self.y is self.x else self.y[:here]
+        return Batch(x, y, count, None if self.index is None else self.index[:here])
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,10 @@ class Dictionary(Module, ABC):
 
     def sae(self) -> "SAE":
         """A frozen copy as an `SAE`."""
-        kept = torch.contiguous_format
-        tensors = {name: own.clone(memory_format=kept) for name, own in self.tensors().items()}
+        row_major = torch.contiguous_format
+        tensors = {
+            name: tensor.clone(memory_format=row_major) for name, tensor in self.tensors().items()
+        }
         return self._sae_of(tensors, self.activation, self._learned)
 
     def _sae_of(

@@ -1,6 +1,6 @@
 """The SAE that a user names: an SAE in memory, a run, a folder, or an address on the Hugging Face hub.
 
-A run folder holds `run.json` (`base.documents.RunDocument`), `config.toml`, `metrics.jsonl`, and from the first
+A run folder holds `run.json` (`run_documents.RunDocument`), `config.toml`, `metrics.jsonl`, and from the first
 checkpoint on `sae.safetensors`.
 """
 
@@ -63,11 +63,11 @@ class Subject:
 
 def note_if_remade(subject: Subject, stores: Joined, listener: Listener) -> None:
     """Say so if stores have the names of those that an SAE was trained on, and are others."""
-    own = (subject.data, *subject.beside, subject.target) == (
+    has_their_names = (subject.data, *subject.beside, subject.target) == (
         *(store.reference for store in stores.inputs),
         stores.target and stores.target.reference,
     )
-    if subject.data_hash is not None and own and subject.data_hash != stores.hash:
+    if subject.data_hash is not None and has_their_names and subject.data_hash != stores.hash:
         listener.warn(
             f"{stores.name} is not the store that {subject.name} was trained on, though it has its name"
         )

@@ -191,19 +191,19 @@ def reconstructions(
     measures = []
     for sae in saes:
         scale = sae.normalisation.target_scale
-        own = Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive, scale.device, scale)
-        measures.append(own)
+        measure = Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive, scale.device, scale)
+        measures.append(measure)
     for batch in batches:
-        for sae, own in zip(saes, measures, strict=True):
+        for sae, measure in zip(saes, measures, strict=True):
             rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
             z = sae.codes(rows.x)
             by_prefix = sae.predicted(rows.x, z)
-            own.update(rows.y, by_prefix[:, -1], z, by_prefix)
+            measure.update(rows.y, by_prefix[:, -1], z, by_prefix)
             if watch is not None:
                 watch(z)
-    for own in measures:
-        own.all_reduce(communicator)
-    return [own.result() for own in measures]
+    for measure in measures:
+        measure.all_reduce(communicator)
+    return [measure.result() for measure in measures]
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Joined:
     def of(cls, rows: "RowSource | Joined") -> "Joined":
         if isinstance(rows, Joined):
             return rows
-        inputs = tuple(own.store for own in rows.inputs)
+        inputs = tuple(each.store for each in rows.inputs)
         return cls(inputs, rows.target.store if rows.target else None)
 
     @cached_property
@@ -130,8 +130,8 @@ def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tupl
         for names in (data, targets)
     ]
     inputs, outputs = (
-        dict(zip(own, names, strict=True))
-        for own, names in zip(layers, (data, targets), strict=True)
+        dict(zip(found, names, strict=True))
+        for found, names in zip(layers, (data, targets), strict=True)
     )
     is_each_once = len(inputs) == len(data) and len(outputs) == len(targets)
     if None in inputs or inputs.keys() != outputs.keys() or not is_each_once:

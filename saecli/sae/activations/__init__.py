@@ -95,10 +95,10 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        kept = self.k * len(pre)
-        if kept >= pre.numel():
+        active = self.k * len(pre)
+        if active >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
-        return {"threshold": between(pre, kept).clamp(min=0)}
+        return {"threshold": between(pre, active).clamp(min=0)}
 
 
 @dataclass(frozen=True)
@@ -317,10 +317,10 @@ class MatchingPursuit(KeepsK):
 
         def differentiable(values: Tensor) -> Tensor:
             """`z = v ||w||` where `(I + L) v = s`, L the strictly lower part of the cosines of the chosen latents."""
-            own = embedding(indices, directions)  # (B, K, D)
+            chosen = embedding(indices, directions)  # (B, K, D)
             sizes = embedding(indices, norms[:, None])  # (B, K, 1)
             v = torch.linalg.solve_triangular(
-                own @ own.mT, values[..., None] / sizes, upper=False, unitriangular=True
+                chosen @ chosen.mT, values[..., None] / sizes, upper=False, unitriangular=True
             )
             return (v * sizes)[..., 0] * active
 

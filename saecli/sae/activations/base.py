@@ -123,8 +123,8 @@ class TargetL0(Penalty):
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """The parameters with the threshold at which L0 is the first aim."""
-        kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
-        lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
+        active = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
+        lowest = pre.flatten().topk(active).values[-1].clamp(min=1e-3 * pre.std())
         threshold = parameters["threshold"].new_full((pre.shape[1],), lowest.item())
         return parameters | {"threshold": threshold}
 
@@ -146,23 +146,23 @@ class TargetL0(Penalty):
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """The thresholds times the factor that gives these rows the target as their L0."""
-        kept = round(self.target * len(pre))
-        if not 0 < kept < pre.numel():
+        active = round(self.target * len(pre))
+        if not 0 < active < pre.numel():
             return {}
-        return {"threshold": scaled_to(kept, pre, parameters["threshold"].clamp(min=0))}
+        return {"threshold": scaled_to(active, pre, parameters["threshold"].clamp(min=0))}
 
 
-def scaled_to(kept: int, pre: Tensor, thresholds: Tensor) -> Tensor:
-    """Thresholds, at least 0, times the factor that leaves `kept` entries of pre, (n, F), above them; where none does,
-    since more are above thresholds of 0, plus the amount that does."""
+def scaled_to(active: int, pre: Tensor, thresholds: Tensor) -> Tensor:
+    """Thresholds, at least 0, times the factor that leaves `active` entries of pre, (n, F), above them; where none
+    does, since more are above thresholds of 0, plus the amount that does."""
     import torch
 
     above = torch.where(pre > 0, torch.inf, -torch.inf)  # any multiple of 0
     ratios = torch.where(thresholds > 0, pre / thresholds, above)
-    scaled = thresholds * between(ratios, kept).clamp(min=0)
+    scaled = thresholds * between(ratios, active).clamp(min=0)
     if scaled.isfinite().all():
         return scaled
-    return thresholds + between(pre - thresholds, kept)
+    return thresholds + between(pre - thresholds, active)
 
 
 def between(values: Tensor, count: int) -> Tensor:

@@ -45,7 +45,7 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     common.refuse_unless(path, {"model_kind": None} | config, "model_kind", "transcoder_set")
     stored, _ = common.read_safetensors(file)
     further = {
-        name: own for name, own in (common.SKIP | TRACER_THRESHOLD).items() if name in stored
+        name: ours for name, ours in (common.SKIP | TRACER_THRESHOLD).items() if name in stored
     }
     tensors = common.renamed(file, stored, NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
@@ -138,8 +138,8 @@ def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
             f"circuit-tracer needs a transcoder for each layer from 0 on, once each: got layers {layers}"
         )
     first, expected = members[0]
-    for layer, own in members:
-        differing = [name for name in own | expected if own.get(name) != expected.get(name)]
+    for layer, entries in members:
+        differing = [name for name in entries | expected if entries.get(name) != expected.get(name)]
         if differing:
             raise FormatError(
                 f"circuit-tracer needs transcoders alike in all layers: layer {layer} differs from layer {first} in "

@@ -152,7 +152,7 @@ def _check_shapes(
         "b_dec": (d_out,),
         "W_skip": (d_in, d_out),
     }
-    shapes |= {name: tuple(own.shape) for name, own in activation.parameters(d_sae).items()}
+    shapes |= {name: tuple(start.shape) for name, start in activation.parameters(d_sae).items()}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise FormatError(
@@ -201,9 +201,9 @@ def renamed(
             f"{sorted(names.keys() - tensors.keys())}, unexpected {sorted(tensors.keys() - names.keys())}"
         )
     ours = {}
-    for name, own in names.items():
-        transposed = own.endswith(".T") and tensors[name].ndim == 2
-        ours[own.removesuffix(".T")] = tensors[name].T if transposed else tensors[name]
+    for name, stored_as in names.items():
+        transposed = stored_as.endswith(".T") and tensors[name].ndim == 2
+        ours[stored_as.removesuffix(".T")] = tensors[name].T if transposed else tensors[name]
     return ours
 
 
@@ -232,10 +232,10 @@ def disassembled(sae: SAE, names: Mapping[str, str], subtracts: bool = False) ->
         shift = sae.b_dec.double() @ sae.W_enc.double()
         tensors["b_enc"] = (sae.b_enc.double() + shift).to(sae.b_enc.dtype)
     theirs = {}
-    for name, own in names.items():
-        tensor = tensors.get(own.removesuffix(".T"))
+    for name, ours in names.items():
+        tensor = tensors.get(ours.removesuffix(".T"))
         if tensor is not None:
-            theirs[name] = tensor.T if own.endswith(".T") else tensor
+            theirs[name] = tensor.T if ours.endswith(".T") else tensor
     return theirs
 
 

@@ -120,11 +120,11 @@ def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}"
         )
     common.refuse_unless(path, old, "activation_fn", "relu", "topk")
-    kept, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
+    settings, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
     architecture = old.get("architecture", "standard")
     return {
         "architecture": "topk" if old.get("activation_fn") == "topk" else architecture,
-        "k": kept.get("k") if isinstance(kept, dict) else None,
+        "k": settings.get("k") if isinstance(settings, dict) else None,
         "apply_b_dec_to_input": old.get("apply_b_dec_to_input", True),
         "normalize_activations": SCALED if scaled is True else scaled or "none",
         "metadata": old,

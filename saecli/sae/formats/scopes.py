@@ -176,8 +176,8 @@ def load_llama_scope_r1(folder: Path) -> SavedSAE:
     average = "dataset_average_activation_norm."
     points = {"in": config.hook_point_in, "out": config.hook_point_out}
     norms = {end: stored[f"{average}{point}"].item() for end, point in points.items()}
-    own = {name: tensor for name, tensor in stored.items() if not name.startswith(average)}
-    tensors = common.renamed(path, own, LLAMA_NAMES | {"log_jumprelu_threshold": "threshold"})
+    weights = {name: tensor for name, tensor in stored.items() if not name.startswith(average)}
+    tensors = common.renamed(path, weights, LLAMA_NAMES | {"log_jumprelu_threshold": "threshold"})
     tensors["threshold"] = tensors["threshold"].exp()
     return _unscaled(path, tensors, config, norms)
 
