@@ -27,7 +27,7 @@ from .pam import PamSolver
 from .ridge import DecoderState, Terms
 from .rows import TrainingRows
 from .solver import DECODER_STEPS
-from .upkeep import needless, release, revive, silence
+from .upkeep import SILENT, needless, release, revive, silence
 
 # Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
@@ -92,8 +92,9 @@ class PamSgdSolver(PamSolver):
         weights = weight * moments.norm_weights
         decay = penalty_decay(dictionary, weights, self.solution.encoder_norm)
         if not self.task.fixed:
-            # A millionth of what they would get is left.
-            decay = decay.masked_fill(silence(dictionary, moments), 1e6 * moments.system.scale(1.0))
+            # `SILENT` squared of what they would get is left.
+            silenced = SILENT**-2 * moments.system.scale(1.0)
+            decay = decay.masked_fill(silence(dictionary, moments), silenced)
         terms = Terms(
             W_t=moments.W_t,
             b_t=moments.b_t,

@@ -244,21 +244,6 @@ def test_a_skip_that_cannot_be_solved_for_is_an_error():
 
 
 @both
-def test_targets_without_the_last_skips_prediction_leave_the_rest_to_it(kind):
-    z, y, direction, W_t, b_t = problem(40, F, E)
-    x, before = beside(40), torch.ones(3, E).double()
-    terms = terms_of((0.7, 0.0, 0.0, 0.0), direction, W_t, b_t)
-    whole, rest = (
-        optimal_decoder(
-            system_of(kind, z, torch.cat([targets, x], 1)), with_skip(terms, x, targets)
-        )
-        for targets in (y, y - x @ before)
-    )
-    np.testing.assert_allclose(rest.skip + before, whole.skip, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(rest.Delta, whole.Delta, rtol=1e-6, atol=1e-8)
-
-
-@both
 def test_alpha_is_chosen_for_the_targets_without_a_skips_dimensions(kind):
     z, y, direction, W_t, b_t = problem(40 if kind == "sums" else 8, F, E)
     x, terms = beside(len(z)) * 1e3, terms_of((0.0, 0.0, 0.0, 0.0), direction, W_t, b_t)

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from ...base.devices import moved
 from .decoder import best_multiple
-from .system import Factorisation, Sample, System, Terms
+from .system import PROBES, Factorisation, Sample, System, Terms
 
 LEAST, MOST_ALPHA = (
     1e-7,
     1e3,
 )  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
 FACTOR = 3  # of the walk's steps; as many of them are one long stride
-MIXED = 64  # random sums of columns that determine c
 
 
 def choose_alpha(
@@ -114,9 +113,10 @@ def press_of(
 
 
 def _mixing(columns: int) -> Tensor:
-    if columns <= MIXED:
+    """Random sums of the columns, which determine c; all columns if they are few."""
+    if columns <= PROBES:
         return torch.eye(columns)
-    return 2.0 * torch.randint(2, (columns, MIXED), generator=torch.Generator().manual_seed(0)) - 1
+    return 2.0 * torch.randint(2, (columns, PROBES), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:

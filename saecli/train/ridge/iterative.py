@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes, SparseCodes, joined
-from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, Ridge, System, reduced
+from .system import NOT_FINITE, PROBES, AllReduce, Factorisation, Inverse, Ridge, System, reduced
 
 MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
@@ -183,7 +183,7 @@ class Iterative(Factorisation):
         Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix" (2007).
         """
         generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (len(self._diagonal), 32), generator=generator)
+        signs = torch.randint(2, (len(self._diagonal), PROBES), generator=generator)
         signs = signs.to(self._diagonal) * 2 - 1
         estimate = (signs * self.solve(signs)).mean(1)
         return Inverse(estimate.maximum(1 / self._diagonal), self._block)

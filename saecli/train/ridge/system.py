@@ -22,6 +22,7 @@ AllReduce = Callable[[Tensor], Tensor]
 NOT_FINITE = (
     "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
 )
+PROBES = 64  # random vectors where all columns would cost too much
 PIECE = 256  # rows of a matrix at a time, where all would take as much memory again
 
 
