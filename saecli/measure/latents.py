@@ -95,7 +95,7 @@ class WindowTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowBlock:
+class SurveyBlock:
     """Some rows, in stored order."""
 
     x: Tensor  # (B, D)
@@ -113,13 +113,13 @@ class RowBlock:
         return np.searchsorted(np.flatnonzero(self.texts.stored), self.texts.starts)
 
 
-def row_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[RowBlock]:
+def row_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[SurveyBlock]:
     """Batches of these rows, (B, D), as blocks, of whole windows if the store keeps them."""
     meta = rows.store.meta
     numbers = rows.numbers(batch_rows)
     if not meta.windows:
         for x, numbers_of_batch in zip(batches, numbers, strict=True):
-            yield RowBlock(x, numbers_of_batch)
+            yield SurveyBlock(x, numbers_of_batch)
         return
     names = ["document", "position", *(["role"] if "role" in meta.columns else [])]
     columns = [rows.column(name, batch_rows) for name in names]
@@ -138,7 +138,9 @@ def row_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterat
         end = in_pending - sum(int(stored.sum()) for _, stored in goes_on)
         if whole:
             roles = table[3, :end] if len(table) > 3 else None
-            yield RowBlock(x[:end], table[0, :end], WindowTokens.of(whole), table[1:3, :end], roles)
+            yield SurveyBlock(
+                x[:end], table[0, :end], WindowTokens.of(whole), table[1:3, :end], roles
+            )
         x, table, pending, in_pending = x[end:], table[:, end:], goes_on, in_pending - end
 
 
@@ -363,7 +365,7 @@ class Examples:
         return {name: column[indices] for name, column in self._table.items() if name != "mark"}
 
     @torch.no_grad()
-    def update(self, z: Tensor, block: RowBlock) -> None:
+    def update(self, z: Tensor, block: SurveyBlock) -> None:
         """Take in the codes of a block, (B, F)."""
         if block.roles is not None and "role" not in self._table:
             self._table["role"] = np.zeros(self._table["token"].shape, np.uint8)
@@ -374,7 +376,7 @@ class Examples:
             if len(peaks.rows):
                 self._merge(peaks.latents, {"rank": peaks.ranks, **_read(z, block, peaks)})
 
-    def _peaks(self, z: Tensor, block: RowBlock, first: int, last: int) -> _Peaks:
+    def _peaks(self, z: Tensor, block: SurveyBlock, first: int, last: int) -> _Peaks:
         """The peaks in these windows that rank above their latent's last example: few, after the first windows."""
         starts = block.starts[first : last + 1]
 
@@ -420,7 +422,7 @@ class Examples:
             column[touched] = merged
 
 
-def _read(z: Tensor, block: RowBlock, peaks: _Peaks) -> dict[str, np.ndarray]:
+def _read(z: Tensor, block: SurveyBlock, peaks: _Peaks) -> dict[str, np.ndarray]:
     """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, T) each."""
     numbers = block.numbers[peaks.rows]
     if block.texts is None:
@@ -474,7 +476,7 @@ class LatentSurvey:
 
 @torch.no_grad()
 def survey_latents(
-    sae: SAE, blocks: Iterable[RowBlock], rows: int, examples: Examples, samples: Examples
+    sae: SAE, blocks: Iterable[SurveyBlock], rows: int, examples: Examples, samples: Examples
 ) -> LatentSurvey:
     """Encode rows once, and measure all latents on them; `examples` and `samples` are filled."""
     result = LatentSurvey(sae, rows, examples, samples)

@@ -17,7 +17,7 @@ from saecli.measure.latents import (
     CoFiring,
     Examples,
     Magnitudes,
-    RowBlock,
+    SurveyBlock,
     WindowTokens,
     at_random,
     bin_edges,
@@ -95,7 +95,7 @@ def filled(
     """Examples that have taken in codes by parts."""
     for part in parts:
         numbers = np.arange(part.start, part.stop)
-        block = RowBlock(torch.empty(len(numbers), 2), numbers)
+        block = SurveyBlock(torch.empty(len(numbers), 2), numbers)
         if columns is not None:
             documents, positions, token_ids = columns[:, part]
             starts = np.array([0, *window_starts(documents, positions), len(numbers)])
