@@ -60,8 +60,8 @@ def _left_in_groups() -> Iterator[int]:
         if version is None:
             continue
         folder, most, now, cache = version
-        own = CGROUP / folder / path
-        for group in (own, *own.parents):
+        innermost = CGROUP / folder / path
+        for group in (innermost, *innermost.parents):
             with suppress(OSError, ValueError):  # no such group, or no limit: "max"
                 limit = int((group / most).read_text(encoding="ascii"))
                 used = int((group / now).read_text(encoding="ascii"))

@@ -156,8 +156,8 @@ def signals_handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, own in before.items():
-            signal.signal(number, own or signal.SIG_DFL)  # None: not set by Python
+        for number, earlier in before.items():
+            signal.signal(number, earlier or signal.SIG_DFL)  # None: not set by Python
 
 
 @contextmanager

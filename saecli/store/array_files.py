@@ -108,8 +108,8 @@ class ArraySource:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        given = [name for name in self.arrays[0].per_row if name != "mask"]
-        return (*(("document", "position") if self.has_documents else ()), *given)
+        names = [name for name in self.arrays[0].per_row if name != "mask"]
+        return ("document", "position", *names) if self.has_documents else (*names,)
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Values from row `start` on, with which a block begins, in blocks of about 16 MiB, or of one document: the

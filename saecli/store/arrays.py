@@ -226,17 +226,17 @@ def _list_raw(path: Path, config: ImportConfig) -> Arrays:
     """Numbers alone, as of NumPy's tofile; the machine's own byte order."""
     import torch
 
-    given = config.shape or ""
-    if not (config.dtype and re.fullmatch(r"(-1|[1-9]\d*)(,[1-9]\d*)+", given)):
+    words = config.shape or ""
+    if not (config.dtype and re.fullmatch(r"(-1|[1-9]\d*)(,[1-9]\d*)+", words)):
         raise FormatError(
             f"{path} holds numbers alone: give their shape and type, such as --shape -1,768 --dtype float32"
         )
     kind, size = getattr(torch, config.dtype), path.stat().st_size
-    shape = tuple(map(int, given.split(",")))
+    shape = tuple(map(int, words.split(",")))
     width = kind.itemsize * math.prod(shape[1:])
     if size == 0 or size % width or shape[0] not in (-1, size // width):
         raise FormatError(
-            f"cannot read {path}: expected {given} numbers of {config.dtype}, {width:,} bytes for each "
+            f"cannot read {path}: expected {words} numbers of {config.dtype}, {width:,} bytes for each "
             f"of the first dimension, got {size:,} bytes; check --shape and --dtype"
         )
     shape = (size // width, *shape[1:])
@@ -306,8 +306,8 @@ def _of_hdf5(path: Path, dataset: "h5py.Dataset") -> Array:
     """A dataset whose numbers are all in its own file; the HDF5 library would open other files, and wait for pipes."""
     import h5py
 
-    made = dataset.id.get_create_plist()
-    filters = [made.get_filter(number) for number in range(made.get_nfilters())]
+    created = dataset.id.get_create_plist()
+    filters = [created.get_filter(number) for number in range(created.get_nfilters())]
     if dataset.is_virtual or dataset.external:
         problem = "has its numbers elsewhere; write them into a dataset of this file"
     elif missing := [name for code, _, _, name in filters if not h5py.h5z.filter_avail(code)]:
@@ -330,7 +330,7 @@ def _is_partly_written(dataset: "h5py.Dataset") -> bool:
     shape = dataset.shape or ()
     if dataset.chunks is None:
         return dataset.id.get_storage_size() < math.prod(shape) * dataset.id.get_type().get_size()
-    counts = [-(-length // own) for length, own in zip(shape, dataset.chunks, strict=True)]
+    counts = [-(-length // chunk) for length, chunk in zip(shape, dataset.chunks, strict=True)]
     return dataset.id.get_num_chunks() < math.prod(counts)
 
 

@@ -146,8 +146,8 @@ def _record(file: str, source: ArraySource, config: ImportConfig) -> dict[str, A
         "key": config.key,
         "sha256": sha256,
     }
-    given = config.to_json()
-    record |= {name: given[name] for name in OF_ROWS if given[name]}
+    values = config.to_json()
+    record |= {name: values[name] for name in OF_ROWS if values[name]}
     # features, which is some formats' default, gives the same rows either way
     if config.flatten == "positions":
         record["flatten"] = config.flatten

@@ -212,8 +212,8 @@ class Rows(StoredRows):
         demand_at_least("batch_size", batch_size)
         waiting = np.empty(0, np.int64)
         for rows in self.store.rows_by_shard():
-            kept = self.source.keeps(rows)
-            waiting = np.concatenate([waiting, rows if kept is None else rows[kept]])
+            chosen = self.source.keeps(rows)
+            waiting = np.concatenate([waiting, rows if chosen is None else rows[chosen]])
             whole = len(waiting) // batch_size * batch_size
             for begin in range(0, whole, batch_size):
                 yield waiting[begin : begin + batch_size]
@@ -241,10 +241,10 @@ class Rows(StoredRows):
                 (begins - begins[0]).tolist(), windows.each(), strict=True
             ):
                 tokens = np.flatnonzero(stored)
-                own = chosen[begin : begin + len(tokens)]
-                if own.any():
+                is_chosen = chosen[begin : begin + len(tokens)]
+                if is_chosen.any():
                     mask = np.zeros(len(stored), bool)
-                    mask[tokens[: len(own)]] = own
+                    mask[tokens[: len(is_chosen)]] = is_chosen
                     yield TextWindow(token_ids.astype(np.int64), mask)
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":

@@ -258,7 +258,9 @@ class Chunks:
         self.demand_shards()  # as above
         yield from map(np.arange, self.shard_starts[:-1], self.shard_starts[1:])
 
-    def some_of(self, chunk: int, within: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def read_rows(
+        self, chunk: int, within: np.ndarray, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Rows of a chunk, by ascending numbers within it, (R, D) in the storage dtype; in `out` if given.
 
         Cost: the first time, reading all of the chunk and a pass of XXH3-64 over it: 20 to 30 GB/s.
@@ -281,7 +283,7 @@ class Chunks:
             shard.read(opened, start + first * row_bytes, run)
         return rows
 
-    def expect(self, chunk: int) -> None:
+    def prefetch(self, chunk: int) -> None:
         """Have the system prefetch a chunk from disk, if it is yet to be checked."""
         shard, number, of_shard = self._within_shard(chunk)
         layout, opened = self._open(number)
@@ -304,9 +306,12 @@ class Chunks:
         first, last = np.searchsorted(self.shard_starts, (begin, end), side="right") - 1
         cuts = np.searchsorted(rows, self.shard_starts[first + 1 : last + 1])
         parts = enumerate(np.split(rows, cuts), int(first))
-        of_shards = [(shard, own) for shard, own in parts if len(own)] or [(int(first), rows)]
+        of_shards = [part for part in parts if len(part[1])] or [(int(first), rows)]
         return stacked(
-            [self._values(shard, name, own - self.shard_starts[shard]) for shard, own in of_shards]
+            [
+                self._values(shard, name, numbers - self.shard_starts[shard])
+                for shard, numbers in of_shards
+            ]
         )
 
     def _values(self, shard: int, name: str, rows: np.ndarray) -> Any:

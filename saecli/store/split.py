@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice, pairwise
+from itertools import chain, cycle, islice, pairwise
 from typing import Literal, Self, TypeAlias, get_args
 
 import numpy as np
@@ -145,8 +145,8 @@ class Split:
                     return ()
                 continue
             for source in np.unique(sources).tolist():
-                own = sources == source
-                groups.setdefault(source, _Group()).update(ids[own], hashes[own])
+                rows = sources == source
+                groups.setdefault(source, _Group()).update(ids[rows], hashes[rows])
         lowest = [
             group.document
             for group in groups.values()
@@ -190,7 +190,7 @@ class Source:
     def rows(self) -> int:
         return int(self.counts.sum())
 
-    def kept(self, chunk: int) -> np.ndarray | None:
+    def within(self, chunk: int) -> np.ndarray | None:
         """Ascending indices of the chosen rows of a chunk; None for all. Not cached, so that memory is constant."""
         rows = self.store.rows_of(chunk)
         if self.counts[chunk] == len(rows):
@@ -298,13 +298,13 @@ def in_order(source: Source, batch_size: int, part: Part) -> Stream:
             before = int(ends[chunk] - source.counts[chunk])
             until = min(end, int(ends[chunk]))
             if until > row:
-                own, kept = np.arange(row - before, until - before), source.kept(chunk)
-                own = own if kept is None else kept[own]
+                numbers, chosen = np.arange(row - before, until - before), source.within(chunk)
+                numbers = numbers if chosen is None else chosen[numbers]
                 part = out[row - begin : until - begin]
                 if part.dtype == source.store.storage:
-                    source.store.some_of(chunk, own, part)
+                    source.store.read_rows(chunk, numbers, part)
                 else:
-                    source.decode(source.store.some_of(chunk, own), part)
+                    source.decode(source.store.read_rows(chunk, numbers), part)
             row, chunk = until, chunk + 1
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[_Block]:
@@ -324,17 +324,28 @@ def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Stream:
     sizes = _Blocks(source, end - begin)
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[_Block]:
-        memory = [np.empty((0, source.store.d_in), source.store.storage)] * 2
-        window = memory[0]
-        own = (_of_part(order, deal.batch_size, part) for order in _orders(deal, pool, first))
-        for turn, order in enumerate(chain(own, [np.empty(0, np.int64)])):
-            if len(order) > len(memory[turn % 2]):
-                memory[turn % 2] = np.empty((len(order), source.store.d_in), source.store.storage)
-            following = memory[turn % 2][: len(order)]
-            yield from _decoding(pool, sizes, source, window, _loads(source, order, following))
+        buffers = cycle([_Buffer(source.store), _Buffer(source.store)])
+        window = next(buffers).rows(0)
+        nothing = np.empty(0, np.int64)  # read while the last window is decoded
+        for order in chain(_orders(deal, pool, first), [nothing]):
+            numbers = _of_part(order, deal.batch_size, part)
+            following = next(buffers).rows(len(numbers))
+            yield from _decoding(pool, sizes, source, window, _loads(source, numbers, following))
             window = following
 
     return _read_ahead(blocks, sizes.ahead, end - begin)
+
+
+class _Buffer:
+    """Memory for the rows of a window as stored, used again and again."""
+
+    def __init__(self, store: Chunks) -> None:
+        self._memory = np.empty((0, store.d_in), store.storage)
+
+    def rows(self, count: int) -> np.ndarray:
+        if count > len(self._memory):
+            self._memory = np.empty((count, self._memory.shape[1]), self._memory.dtype)
+        return self._memory[:count]
 
 
 def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.ndarray]:
@@ -372,14 +383,14 @@ def _loads(source: Source, order: np.ndarray, out: np.ndarray) -> list[Callable[
     whole_row = np.dtype((np.void, store.meta.row_bytes))
     targets = out.view(whole_row)[:, 0]
 
-    def load(places: np.ndarray) -> None:
-        chunks, within = store.locate(order[places])
+    def load(numbers: np.ndarray) -> None:
+        chunks, within = store.locate(order[numbers])
         ends = (np.flatnonzero(np.diff(chunks, append=-1)) + 1).tolist()
         for end in ends:  # all at once, so as not to wait for each
-            store.expect(int(chunks[end - 1]))
+            store.prefetch(int(chunks[end - 1]))
         for begin, end in pairwise([0, *ends]):
-            rows = store.some_of(int(chunks[begin]), within[begin:end])
-            targets[places[begin:end]] = rows.view(whole_row)[:, 0]
+            rows = store.read_rows(int(chunks[begin]), within[begin:end])
+            targets[numbers[begin:end]] = rows.view(whole_row)[:, 0]
 
     step = max(1, LOAD_BYTES // store.meta.row_bytes)
     return [partial(load, forward[begin : begin + step]) for begin in range(0, len(forward), step)]

@@ -95,13 +95,12 @@ class World:
         values.fill(0)
         values[rows, features] = magnitudes.clip(0)
         for level in self.levels:
-            own_rows, children = rows[level[features]], features[level[features]]
-            values[own_rows, children] *= values[own_rows, self.parents[children]] > 0
+            of_rows, children = rows[level[features]], features[level[features]]
+            values[of_rows, children] *= values[of_rows, self.parents[children]] > 0
         values = values[rows, features]
-        kept = values > 0
-        return csr_array(
-            (values[kept], (rows[kept], features[kept])), shape=(self.block_rows, self.features)
-        )
+        positive = values > 0
+        at = rows[positive], features[positive]
+        return csr_array((values[positive], at), shape=(self.block_rows, self.features))
 
     def rows(self, codes: csr_array) -> np.ndarray:
         """`codes directions + bias`, (R, D) float32."""
@@ -136,7 +135,7 @@ def world_of(config: SyntheticConfig) -> World:
     """The world of some options; ConfigError if the requested L0 is infeasible."""
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
-    own = np.where(parents >= 0, firing / firing[parents], firing)
+    own_probabilities = np.where(parents >= 0, firing / firing[parents], firing)
     random = np.random.default_rng((config.seed, DIRECTIONS))
     directions = tight_frame(random.standard_normal((config.features, config.d_in)))
     bias = random.standard_normal(config.d_in)
@@ -145,7 +144,7 @@ def world_of(config: SyntheticConfig) -> World:
     std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
     columns = {
         "firing_probabilities": firing,
-        "own_probabilities": own,
+        "own_probabilities": own_probabilities,
         "mean": np.full(config.features, MEAN),
         "std": std,
         "directions": directions,

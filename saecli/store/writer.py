@@ -253,13 +253,13 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
                 "another --name"
             ) from error
         try:
-            return lock, _begun(path, meta)
+            return lock, _begin(path, meta)
         except BaseException:
             os.close(lock)
             raise
 
 
-def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
+def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
     """Begin a store in a locked folder, or return the contents of `store.json` of the one to resume."""
     if not (path / STORE_MARKER).exists():
         if any(path.glob("[!.]*")):
@@ -328,8 +328,8 @@ def ranked_store(path: Path, meta: StoreMeta) -> Iterator[None]:
         yield
         if read_meta(path).complete:
             # Without the counts of its parts, which a reader adds.
-            own = StoreMeta.from_json((path / STORE_MARKER).read_bytes())
-            with _reporting(path, own.rows):
-                write_meta(path, replace(own, complete=True))
+            joint = StoreMeta.from_json((path / STORE_MARKER).read_bytes())
+            with _reporting(path, joint.rows):
+                write_meta(path, replace(joint, complete=True))
     finally:
         os.close(lock)

@@ -94,19 +94,8 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
     """The stores and runs of these names; SaeError if not one of each. `users` are the runs trained on a store."""
     shelves = {"store": home.stores, "run": home.runs}
-    kinds: dict[str, list[str]] = {}  # of each folder's name
-    for shelf_kind in [kind] if kind else shelves:
-        for path in shelves[shelf_kind].path.glob("[!.]*"):
-            if path.is_dir():
-                kinds.setdefault(path.name, []).append(shelf_kind)
-    runs = {}
-    for marker in home.runs.marker_files():
-        with suppress(SaeError):  # an unreadable run uses nothing that is known
-            runs[marker.parent.name] = read_run(marker)
-    users: dict[str, set[str]] = {}  # of each store
-    for user, run in runs.items():
-        for store in (run.data, *run.beside, run.target):
-            users.setdefault(str(store), set()).add(user)
+    kinds = _kinds({kind: shelves[kind]} if kind else shelves)
+    users = _users(home)
     entries = []
     for name in dict.fromkeys(names):
         if name not in kinds:
@@ -114,22 +103,38 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
             raise shelves[kind or "store"].error(
                 f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
             )
-        if len(kinds[name]) > 1:
+        found, *others = kinds[name]
+        if others:
             raise ConfigError(
                 f"{name} is a store and a run; say which by --kind store or --kind run"
             )
-        (own_kind,) = kinds[name]
-        path = shelves[own_kind].path / name
-        entries.append(
-            {
-                "kind": own_kind,
-                "name": name,
-                "path": str(path),
-                "bytes": folder_bytes(path),
-                "users": sorted(users.get(name, ())) if own_kind == "store" else [],
-            }
-        )
+        path = shelves[found].path / name
+        of_store = users.get(name, set()) if found == "store" else set()
+        size = folder_bytes(path)
+        entry = {"kind": found, "name": name, "path": str(path), "bytes": size}
+        entries.append({**entry, "users": sorted(of_store)})
     return entries
+
+
+def _users(home: Home) -> dict[str, set[str]]:
+    """The runs trained on each store."""
+    users: dict[str, set[str]] = {}
+    for marker in home.runs.marker_files():
+        with suppress(SaeError):  # an unreadable run uses nothing that is known
+            run = read_run(marker)
+            for store in (run.data, *run.beside, run.target):
+                users.setdefault(str(store), set()).add(marker.parent.name)
+    return users
+
+
+def _kinds(shelves: Mapping[str, Shelf]) -> dict[str, list[str]]:
+    """Of each folder's name whether a store has it, a run, or both."""
+    kinds: dict[str, list[str]] = {}
+    for kind, shelf in shelves.items():
+        for path in shelf.path.glob("[!.]*"):
+            if path.is_dir():
+                kinds.setdefault(path.name, []).append(kind)
+    return kinds
 
 
 def remove(home: Home, entry: dict[str, Any]) -> None:
