@@ -31,7 +31,7 @@ class Listener(Protocol):
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        """Receive a warning about a choice or about data."""
+        """Receive a sentence on a choice or on data that decides a result."""
 
     def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
         """Show the progress of long work of `total` units (None: unknown), as the `Step` that it yields is called."""
@@ -64,7 +64,7 @@ def listening(progress: bool | Listener) -> Listener:
 
 
 class _PrintableConsole(rich.console.Console):
-    """A console on which names and texts of others cannot control the terminal, wherever in a table they are."""
+    """A console that names and texts of others, wherever in a table, cannot control."""
 
     def render(self, *renderable: Any) -> Iterator[Segment]:
         for segment in super().render(*renderable):

@@ -64,8 +64,8 @@ def settle(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty temporary file; on success flush it to disk and rename it to `path`, on any failure
-    remove it. Of several writers, the last to succeed counts."""
+    """Yield an empty temporary file; flush it to disk and rename it to `path`, or on any failure remove it. Of several
+    writers, the last to succeed counts."""
     temporary = _own_partial(path)
     temporary.touch(exist_ok=False)
     mode = stat.S_IMODE(temporary.stat().st_mode)
@@ -87,8 +87,8 @@ def is_free(folder: Path) -> bool:
 
 @contextmanager
 def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Path]:
-    """Yield an empty temporary folder; on success rename it to `folder`, which `is_free` unless `replacing`, on any
-    failure remove it: a folder that was to be replaced stays."""
+    """Yield an empty temporary folder; rename it to `folder`, which `is_free` unless `replacing`, or on any failure
+    remove it: what was to be replaced stays."""
     make_folder(folder.parent)
     temporary = _own_partial(folder)
     temporary.mkdir()
@@ -120,7 +120,6 @@ def to_json(document: Any, **layout: Any) -> str:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON document atomically."""
     with appearing_whole(path) as temporary:
         temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
 
@@ -146,8 +145,8 @@ def make_folder(path: Path) -> None:
 
 
 def lock_folder(folder: Path, owned: Collection[str] = ()) -> int:
-    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it. Of the files that
-    only owners of the lock write, temporary ones are removed, which killed owners left."""
+    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another process has it. Removes
+    what killed owners left of the files that only owners write."""
     make_folder(folder)
     # A file in it, since network file systems lock no folders.
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

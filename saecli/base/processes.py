@@ -114,7 +114,7 @@ ALONE = Communicator()
 
 
 def communicator() -> Communicator:
-    """The communicator of all processes of this command; `ALONE` unless `join` was called."""
+    """Of all processes of this command; `ALONE` unless `join` was called."""
     return Communicator(rank(), world()) if _joined else ALONE
 
 

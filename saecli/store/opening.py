@@ -51,7 +51,6 @@ def warn_of(store: ActivationStore, listener: Listener) -> None:
 
 
 def warn_of_massive(name: str, norms: Norms, listener: Listener) -> None:
-    """Warn about massive rows by the norms of some rows."""
     if norms.massive_rows:
         listener.warn(
             f"{name}: {norms.massive_rows:,} of {norms.rows:,} rows have over {OUTLYING} times the median "
@@ -60,7 +59,6 @@ def warn_of_massive(name: str, norms: Norms, listener: Listener) -> None:
 
 
 def warn_of_nonfinite(name: str, meta: StoreMeta, listener: Listener) -> None:
-    """Warn about rows that were left out as their numbers are not finite in the store's type."""
     if left_out := meta.dropped.get("nonfinite"):
         listener.warn(
             f"{name}: {counted(left_out, 'row')} left out, with numbers that are NaN or too large for {meta.dtype}; "
@@ -88,8 +86,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 @contextmanager
 def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """If Ctrl-C or SIGTERM ends a command that fills stores, whose folders go into the list, say how many rows are
-    saved."""
+    """If Ctrl-C or SIGTERM ends a command that fills the stores listed, say how many rows are saved."""
     folders: list[Path] = []
     is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # and not torchrun's
     try:
@@ -108,8 +105,7 @@ def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 
 def described(store: ActivationStore) -> dict[str, Any]:
-    """The entries of a store's JSON: with rows dropped, the norms of rows, a mixture's sources and the control tokens
-    of chats."""
+    """The entries of a store's JSON."""
     meta = store.meta
     document: dict[str, Any] = {
         "rows": store.rows,

@@ -67,7 +67,7 @@ class RowSource(ABC):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on rows that were asked for and did not come."""
+        """Sentences on rows that did not come."""
         return ()
 
     @abstractmethod
@@ -208,7 +208,7 @@ class Rows(StoredRows):
         return (self.store.row_values(name, rows) for rows in self.numbers(batch_size))
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
+        """The rows' numbers within the store, in stored order, (B,) at a time."""
         demand_at_least("batch_size", batch_size)
         waiting = np.empty(0, np.int64)
         for rows in self.store.rows_by_shard():
@@ -357,7 +357,6 @@ class ActivationStore(Chunks):
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction, rest=rest))
 
     def ids_and_sources(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """The ids by which each shard's rows are split, and of a mixture their sources."""
         mixed = "source" in self.meta.columns
         for rows in self.rows_by_shard():
             yield self.row_ids(rows), self.row_values("source", rows) if mixed else None

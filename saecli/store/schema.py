@@ -69,9 +69,8 @@ def hash_request(request: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a producer resumes after a shard: `cursor` is its record of where the block of the shard's last row begins,
-    and `skip` the number of rows of that block that are stored. Entries of a cursor that may differ between passes
-    begin with an underscore."""
+    """Where a producer resumes after a shard: at the `cursor` of the block of its last row, `skip` rows of which are
+    stored. Entries of a cursor that may differ between passes begin with an underscore."""
 
     cursor: dict[str, Any]
     skip: int
@@ -166,7 +165,6 @@ class StoreMeta:
 
     @property
     def row_values(self) -> tuple[str, ...]:
-        """The names of the values stored with each row: the columns, and true codes."""
         return (*self.columns, CODES) if self.world else self.columns
 
     def request(self) -> dict[str, Any]:
@@ -187,8 +185,8 @@ class StoreMeta:
         return {**source, **features, **{name: getattr(self, name) for name in names}}
 
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
-        """The store of several ranks, from the names of their folders and what these hold: rank 0's rows, then rank
-        1's, and so on; ValueError if they differ in what they are to hold."""
+        """The store of several ranks, from their folders' names and contents, in order of rank; ValueError if one is of
+        another request."""
         shards: list[ShardRecord] = []
         dropped: Counter[str] = Counter()
         sources, control_tokens = Counter(self.sources), Counter(self.control_tokens)
@@ -243,7 +241,6 @@ def shard_name(index: int) -> str:
 
 
 def rank_folder(store: Path, rank: int) -> Path:
-    """The store that a rank writes within another."""
     return store / SHARDS / f"{rank:05d}"
 
 
@@ -269,7 +266,7 @@ def read_meta(store: Path) -> StoreMeta:
 
 
 def _listed(text: bytes, count: int) -> tuple[ShardRecord, ...]:
-    """The first `count` shards of a list, which a killed process may have left longer."""
+    """The first `count` shards; a killed process may have listed more."""
     lines = text.splitlines()[:count]
     if len(lines) < count:
         raise ValueError(f"expected {count} shards, got {len(lines)}")
@@ -277,19 +274,17 @@ def _listed(text: bytes, count: int) -> tuple[ShardRecord, ...]:
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
-    """Write a store's `store.json`; its shards are listed already."""
     head = dataclasses.replace(meta, shards=(), shard_count=len(meta.shards))
     write_json(store / STORE_MARKER, head.to_json())
 
 
 def list_shards(store: Path, shards: tuple[ShardRecord, ...]) -> None:
-    """Write a store's `shards.jsonl` anew, without what a killed process may have left in it."""
+    """Write `shards.jsonl` anew, without what a killed process may have left in it."""
     with appearing_whole(store / SHARD_LIST) as temporary:
         temporary.write_bytes(b"".join(map(_line, shards)))
 
 
 def list_shard(store: Path, shard: ShardRecord) -> None:
-    """Add a line to a store's `shards.jsonl`, flushed to disk."""
     with (store / SHARD_LIST).open("ab", buffering=0) as file:
         file.write(_line(shard))
         os.fsync(file.fileno())

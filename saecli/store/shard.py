@@ -97,7 +97,6 @@ class Shard:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn what the system refuses into a StoreError."""
         try:
             yield
         except StoreError:
@@ -110,7 +109,7 @@ class Shard:
 
     @contextmanager
     def verified(self) -> Iterator["h5py.File"]:
-        """The shard as HDF5 opens it, after its frame has been compared with its checksum."""
+        """The shard as HDF5 opens it, its frame checked."""
         import h5py  # `sae list` need not wait for it
 
         end = self.demand_room()
@@ -143,7 +142,6 @@ class Shard:
             return Layout(arrays, file[CHUNK_CHECKSUMS][:], np.zeros(self.chunks, bool))
 
     def read(self, opened: "OpenShard", offset: int, out: memoryview) -> None:
-        """Fill a buffer with the bytes from an offset on."""
         while out:
             with self.reading():
                 count = os.preadv(opened.descriptor, [out], offset)
@@ -155,7 +153,6 @@ class Shard:
             out, offset = out[count:], offset + count
 
     def demand_chunk(self, chunk: int, checksum: int, content: bytes | memoryview) -> None:
-        """Refuse the bytes of a chunk that differ from its checksum."""
         got = xxh3_64_intdigest(content)
         if got != checksum:
             first = chunk * self.chunk_rows
@@ -230,7 +227,7 @@ class Chunks:
         self._has_room = False
 
     def demand_shards(self) -> None:
-        """Refuse a store with a shard that is missing or truncated. Cost: the first time, one `stat` per shard."""
+        """StoreError if a shard is missing or truncated. Cost: the first time, one `stat` per shard."""
         for shard in () if self._has_room else self.shards:
             shard.demand_room()
         self._has_room = True
@@ -250,11 +247,9 @@ class Chunks:
         return np.concatenate([*starts, [self.rows]])
 
     def rows_of(self, chunk: int) -> np.ndarray:
-        """The numbers of a chunk's rows within the store, (R,)."""
         return np.arange(*self.chunk_starts[chunk : chunk + 2])
 
     def rows_by_shard(self) -> Iterator[np.ndarray]:
-        """The numbers of each shard's rows within the store, (R,)."""
         self.demand_shards()  # as above
         yield from map(np.arange, self.shard_starts[:-1], self.shard_starts[1:])
 
@@ -284,7 +279,7 @@ class Chunks:
         return rows
 
     def prefetch(self, chunk: int) -> None:
-        """Have the system prefetch a chunk from disk, if it is yet to be checked."""
+        """Have the system read a chunk ahead, unless it was checked before."""
         shard, number, of_shard = self._within_shard(chunk)
         layout, opened = self._open(number)
         if not layout.checked[of_shard] and hasattr(os, "posix_fadvise"):  # macOS has none
@@ -315,7 +310,7 @@ class Chunks:
         )
 
     def _values(self, shard: int, name: str, rows: np.ndarray) -> Any:
-        """A column's values, or true codes, for rows of a shard by their ascending numbers within it."""
+        """As `row_values`, of one shard, by numbers within it."""
         begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
         if name != CODES:
             return self._array(shard, name, begin, end)[rows - begin]
@@ -331,7 +326,6 @@ class Chunks:
         return csr_array((value, index, offset - offset[0]), shape=shape)[rows - begin]
 
     def _array(self, shard: int, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """A one-dimensional dataset of a shard, or part of it."""
         layout, opened = self._open(shard)
         offset, kind, length = layout.arrays[name]
         values = np.empty((length if end is None else end) - begin, kind)

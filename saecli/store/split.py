@@ -44,7 +44,6 @@ _TEST_STREAM, _TRAIN_STREAM = 1, 2
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """A hash of each number, uint64."""
     values = values + _STEP
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
@@ -62,7 +61,7 @@ def _limit(fraction: float) -> int:
 
 
 class _Group:
-    """The documents of one source, or of all: the one with the lowest hash, and whether there are others."""
+    """The documents of a source: the one with the lowest hash, and whether there are others."""
 
     def __init__(self) -> None:
         self.lowest = self.highest = self.document = -1
@@ -84,8 +83,8 @@ class _Group:
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which ids, (R,) integers of documents, or of rows without documents, are held out by their hash, (R,) bool; none
-    in some small stores or sources, where a `Split` takes the lowest hash."""
+    """Which ids of documents, (R,) integers, are held out by their hash, (R,) bool. Where none is, as in a small store,
+    a `Split` takes the lowest hash."""
     return _hashes(ids, seed, _TEST_STREAM) < np.uint64(_limit(test_fraction))
 
 
@@ -113,8 +112,7 @@ class Split:
             )
 
     def fitted(self, parts: Callable[[], Iterator[tuple[np.ndarray, np.ndarray | None]]]) -> Self:
-        """This split of a store with these row ids and, of a mixture, the source of each row. The only document of a
-        store, or of one of its sources, is not held out.
+        """This split of a store with these row ids and, of a mixture, sources. An only document is not held out.
 
         Cost: reads up to the first document in the fraction, of a mixture of each source.
         """
@@ -134,8 +132,8 @@ class Split:
     def _lowest_of_each_source(
         self, parts: Iterator[tuple[np.ndarray, np.ndarray | None]]
     ) -> tuple[int, ...]:
-        """The documents to hold out of sources that have none in the test fraction, and several documents; of a store
-        whose sources have one document each, the lowest of all."""
+        """The documents to hold out of sources of several that have none in the test fraction; where each source has
+        one document, the lowest of all."""
         limit, groups, whole = _limit(self.test_fraction), dict[int, _Group](), _Group()
         for ids, sources in parts:
             hashes = _hashes(ids, self.seed, _TEST_STREAM)
@@ -213,9 +211,8 @@ class Deal:
 
     Neighbouring rows are of one document and must not share a batch. Rows are dealt in units, short runs of neighbours,
     each window's from all over the store. A window of units of n rows is ordered in n turns: every unit gives one row
-    to each turn, at the same position in all. Two rows of a unit are then a turn's length apart or more, and never in
-    one batch shorter than a turn. So a batch holds no more pairs of rows of one document than under a uniform shuffle,
-    and the disk is still read in runs.
+    to each turn, at the same position in all. So two rows of a unit never share a batch shorter than a turn, a batch
+    holds no more pairs of one document than under a uniform shuffle, and the disk is read in runs.
 
     Args:
         source: the wanted rows; to their size as stored those of units, windows and runs are fitted.
@@ -315,11 +312,8 @@ def in_order(source: Source, batch_size: int, part: Part) -> Stream:
 
 
 def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Stream:
-    """The wanted rows once each, shuffled, (B, D) of the source's dtype.
-
-    Without the `first` batches, which are not read. A window's rows are read forward through the store into memory, and
-    decoded while the next window is read.
-    """
+    """The wanted rows once each, shuffled, (B, D), without the `first` batches. A window's rows are read forward
+    through the store, and decoded while the next window is read."""
     begin, end = part.of(deal.batch_size)
     sizes = _Blocks(source, end - begin)
 
@@ -349,8 +343,8 @@ class _Buffer:
 
 
 def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.ndarray]:
-    """The order in which rows leave with each window, (R,) numbers, from batch `first` on; the next window is dealt
-    meanwhile. Rows that do not fill a batch leave with the next window. Runs within a batch are ascending."""
+    """The rows of each window in the order of batches, (R,) numbers, from batch `first` on. Rows that do not fill a
+    batch leave with the next window, which is dealt meanwhile. Runs within a batch are ascending."""
     batch_size = deal.batch_size
     rest, passed = np.empty(0, np.int64), first * batch_size
     dealt = pool.submit(deal.window, 0)
@@ -421,7 +415,7 @@ def _decoding(
 
 
 class _Blocks:
-    """The sizes of a stream's blocks, which are of whole batches, and how many are filled ahead."""
+    """The sizes of a stream's blocks, of whole batches, and how many are filled ahead."""
 
     def __init__(self, source: Source, batch_size: int) -> None:
         row_bytes = source.dtype.itemsize * source.store.d_in
@@ -438,7 +432,6 @@ class _Blocks:
         begin: int,
         end: int,
     ) -> _Block:
-        """Have `fill` write rows `begin` to `end` into a block."""
         rows = np.empty((end - begin, self._d_in), self._dtype)
         tasks = []
         for start in range(0, len(rows), self._task_rows):

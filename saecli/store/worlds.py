@@ -107,7 +107,6 @@ class World:
         return codes @ self.directions + self.bias
 
     def to_bytes(self) -> bytes:
-        """The contents of `world.safetensors`."""
         return save(
             {
                 field.name: np.ascontiguousarray(getattr(self, field.name))
@@ -117,13 +116,11 @@ class World:
 
 
 def directions_of(store: ActivationStore) -> np.ndarray:
-    """The directions, (G, D), of the world that a store's rows are made of; StoreError if its file is missing or
-    damaged."""
+    """The directions of the features of a store's rows, (G, D); StoreError if their file is missing or damaged."""
     return stored_world(store.path).directions
 
 
 def stored_world(store: Path) -> World:
-    """The world that a folder's rows are made of; StoreError as `directions_of`."""
     path = store / WORLD_FILE
     try:
         return World(**load_file(path))

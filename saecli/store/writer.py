@@ -188,8 +188,7 @@ class StoreWriter:
         if not self.rows and self._rank is None:
             raise no_rows(self.path, self._ended)
         with signals_deferred(), _reporting(self.path, self._stored):
-            # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
-            # count its dropped rows twice.
+            # At once with the last shard: resuming after a short one would count its dropped rows twice.
             meta = self._commit() if self._shard else self.meta
             meta = replace(
                 meta,
@@ -202,7 +201,6 @@ class StoreWriter:
         return self.meta
 
     def _write(self, meta: StoreMeta) -> None:
-        """Make what a commit has stored count."""
         write_meta(self.path, meta)
         self._stored += sum(shard.rows for shard in meta.shards[len(self.meta.shards) :])
         self.meta = meta
@@ -260,7 +258,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
 
 
 def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
-    """Begin a store in a locked folder, or return the contents of `store.json` of the one to resume."""
+    """The contents of `store.json` in a locked folder, new or of the store to resume."""
     if not (path / STORE_MARKER).exists():
         if any(path.glob("[!.]*")):
             raise StoreError(f"{path} is no store, and not empty; choose another --name")
@@ -288,14 +286,12 @@ def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
 
 
 def _remove_contents(path: Path) -> None:
-    """Remove what a store has besides `store.json`."""
     if (path / SHARDS).exists():
         shutil.rmtree(path / SHARDS)
     (path / WORLD_FILE).unlink(missing_ok=True)
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
-    """The error for a source without a row to store; `left_out` counts rows by reason."""
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     return StoreError(
         f"there are no rows to store in {path}; expected at least one, got none "
@@ -305,7 +301,6 @@ def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
 
 @contextmanager
 def _reporting(path: Path, rows: int) -> Iterator[None]:
-    """Turn a failed write into a StoreError that says that `rows` are stored."""
     try:
         yield
     except StoreError:
