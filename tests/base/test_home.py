@@ -55,18 +55,8 @@ def test_a_name_is_looked_up_without_reading_the_others(tmp_path, monkeypatch):
     shelf = shelf_of(tmp_path, a=whole, b=whole)
     monkeypatch.setattr(Path, "glob", None)
     assert "a" in shelf and shelf.find("b").name == "b"
-    for name in (
-        None,
-        "",
-        "c",
-        ".a",
-        "a/../a",
-        "../runs/a",
-        str(tmp_path / "runs" / "a"),
-        "x" * 999,
-    ):
-        assert name not in shelf
-    assert "a\0" not in shelf
+    absent = [None, "", "c", ".a", "a/../a", "../runs/a", str(tmp_path / "runs" / "a"), "x" * 999]
+    assert not any(name in shelf for name in [*absent, "a\0"])
 
 
 def test_a_folder_that_a_killed_writer_left_is_no_entry(tmp_path):
@@ -77,10 +67,8 @@ def test_a_folder_that_a_killed_writer_left_is_no_entry(tmp_path):
 
 @pytest.mark.parametrize("created", [5, None, [], {}])
 def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
-    markers = {"odd": {"created": created}, "good": {"created": "2026"}}
-    whole = {name: {"complete": True, **marker} for name, marker in markers.items()}
-    shelf = shelf_of(tmp_path, **whole)
-    assert [*shelf.markers()] == ["good", "odd"]
+    odd, good = ({"complete": True, "created": each} for each in (created, "2026"))
+    assert [*shelf_of(tmp_path, odd=odd, good=good).markers()] == ["good", "odd"]
 
 
 @pytest.mark.parametrize("name", ["a", "-", "ä日😀", "a b", "a$b_", "x" * 200, "日" * 66])

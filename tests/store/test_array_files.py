@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -293,11 +294,8 @@ def test_an_index_is_numpys(tmp_path_factory, index):
         np.testing.assert_array_equal(values_of(path, **config, transpose=True)["rows"], expected.T)
 
 
-def test_four_axes_ask_which_are_layers(tmp_path):
+def test_four_axes_are_positions_with_an_index(tmp_path):
     np.save(tmp_path / "a.npy", DEEP)
-    said = "axis 0 of 5, axis 1 of 4, axis 2 of 7, and 6 dimensions: --flatten positions --index : gives 140"
-    with pytest.raises(FormatError, match=said):
-        values_of(tmp_path / "a.npy", flatten="positions")
     assert values_of(tmp_path / "a.npy", flatten="positions", index=":")["rows"].shape == (140, 6)
 
 
@@ -385,71 +383,72 @@ def test_a_file_that_does_not_fit_is_named(tmp_path, case):
         open_array(folder)
 
 
-def nested(layout):
-    return torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=layout)
+def saved(value) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        torch.save(value() if callable(value) else value, folder / "a.pt")
+        return str(folder / "a.pt")
+
+    return write
 
 
-REFUSED = {
-    "nested": (
-        lambda path: torch.save(nested(torch.strided), path),
-        "nested one; save a nested one as",
-    ),
-    "jagged": (
-        lambda path: torch.save(nested(torch.jagged), path),
-        "nested one; save a nested one as",
-    ),
-    "sparse": (lambda path: torch.save(torch.ones(3, 4).to_sparse(), path), "sparse_coo one"),
-    "ragged": (lambda path: torch.save([*map(torch.ones, [(2, 3), (2, 4)])], path), "a.pt, 1 with"),
-    "layers": (lambda path: torch.save((torch.ones(3, 4),) * 3, path), "has 3 arrays; choose by"),
-    "no tensors": (lambda path: torch.save([], path), "expected arrays, got none"),
-}
+def nested(layout) -> Callable[[Path], str]:
+    tensors = [torch.ones(3, 4), torch.ones(2, 4)]
+    return saved(lambda: torch.nested.nested_tensor(tensors, layout=layout))
+
+
+def column(cells: list) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        parquet.write_table(pyarrow.table({"x": cells}), folder / "a.parquet")
+        return str(folder / "a.parquet")
+
+    return write
+
+
+def array_of(rows: np.ndarray) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        np.save(folder / "a.npy", rows)
+        return str(folder / "a.npy")
+
+    return write
+
+
+def named(name: str) -> Callable[[Path], str]:
+    return lambda folder: str(folder / name) if "*" in name else name
+
+
+NESTED, SHAPE = "nested one; save a nested one as", "give their shape and type"
+FEW, AXES = array_of(PARTS[3]), "axis 0 of 5, axis 1 of 4, axis 2 of 7, and 6 dimensions"
+REFUSED = [  # what writes the file, options, and what is said
+    (nested(torch.strided), {}, NESTED),
+    (nested(torch.jagged), {}, NESTED),
+    (saved(torch.ones(3, 4).to_sparse()), {}, "sparse_coo one"),
+    (saved([torch.ones(2, 3), torch.ones(2, 4)]), {}, "a.pt, 1 with"),
+    (saved((torch.ones(3, 4),) * 3), {}, "has 3 arrays; choose by"),
+    (saved([]), {}, "expected arrays, got none"),
+    *((column(cells), {}, r"a\.parquet") for cells in ([[1.0, 2], [1]], [[1.0, 2], None])),
+    *((column(cells), {}, r"a\.parquet") for cells in ([["a"]], [[[1.0]]], [])),
+    (write_raw, {}, SHAPE),
+    (write_raw, {"shape": "11,6", "dtype": "float32"}, "expected 11,6 numbers of float32"),
+    (write_raw, {"shape": "-1,33", "dtype": "float32"}, "check --shape and --dtype"),
+    (write_raw, {"shape": "6", "dtype": "float32"}, SHAPE),
+    (write_raw, {"shape": "-1,0", "dtype": "float32"}, SHAPE),
+    (FEW, {"shape": "12,6"}, "--shape does nothing with"),
+    (FEW, {"mask": "m"}, "cannot use --mask m .* got none of this name"),
+    (FEW, {"index": "12"}, r"of an array of shape \(12, 6\)"),
+    (FEW, {"index": "::2"}, "such as ':,2'"),
+    (FEW, {"index": "a"}, "such as ':,2'"),
+    (FEW, {"index": "2", "transpose": True}, r"got shape \(6,\)"),
+    (array_of(DEEP), {"flatten": "positions"}, f"{AXES}: --flatten positions --index : gives 140"),
+    (named("*.pt"), {}, "expected files of arrays, got none"),
+    (named("digits"), {"index": "0"}, "come whole from scikit-learn"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("case", REFUSED)
-def test_tensors_that_are_no_rows_are_refused_by_their_name(tmp_path, case):
-    write, said = REFUSED[case]
-    write(tmp_path / "a.pt")
-    with pytest.raises(FormatError, match=said):
-        open_array(tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("cells", [[[1.0, 2], [1]], [[1.0, 2], None], [["a"]], [[[1.0]]], []])
-def test_columns_that_are_no_lists_of_one_length_are_refused(tmp_path, cells):
-    parquet.write_table(pyarrow.table({"x": cells}), tmp_path / "a.parquet")
-    with pytest.raises(FormatError, match=r"a\.parquet"):
-        open_array(tmp_path / "a.parquet")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "give their shape and type"),
-        ({"shape": "11,6", "dtype": "float32"}, "expected 11,6 numbers of float32"),
-        ({"shape": "-1,33", "dtype": "float32"}, "check --shape and --dtype"),
-        ({"shape": "6", "dtype": "float32"}, "give their shape and type"),
-        ({"shape": "-1,0", "dtype": "float32"}, "give their shape and type"),
-    ],
-)
-def test_raw_numbers_need_their_shape(tmp_path, options, said):
+@pytest.mark.parametrize(("write", "options", "said"), REFUSED)
+def test_files_and_options_that_give_no_rows_are_refused(tmp_path, write, options, said):
     with pytest.raises((FormatError, ConfigError), match=said):
-        values_of(write_raw(tmp_path), **options)
-
-
-def test_options_of_other_formats_are_refused(tmp_path):
-    write_numpy(tmp_path)
-    for file, options, said in (
-        (tmp_path / "3.npy", {"shape": "12,6"}, "--shape does nothing with"),
-        (tmp_path / "3.npy", {"mask": "m"}, "cannot use --mask m .* got none of this name"),
-        (tmp_path / "3.npy", {"index": "12"}, r"of an array of shape \(12, 6\)"),
-        (tmp_path / "3.npy", {"index": "::2"}, "such as ':,2'"),
-        (tmp_path / "3.npy", {"index": "a"}, "such as ':,2'"),
-        (tmp_path / "3.npy", {"index": "2", "transpose": True}, r"got shape \(6,\)"),
-        (tmp_path / "*.pt", {}, "expected files of arrays, got none"),
-        ("digits", {"index": "0"}, "come whole from scikit-learn"),
-    ):
-        with pytest.raises(FormatError, match=said):
-            values_of(file, **options)
+        values_of(write(tmp_path), **options)
 
 
 def expanding(path: Path) -> None:

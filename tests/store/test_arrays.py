@@ -229,20 +229,6 @@ def test_files_of_another_format_are_refused_by_name(tmp_path, name):
         opened(tmp_path / name)
 
 
-def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path):
-    (tmp_path / "a.csv").touch()
-    (tmp_path / "folder.npy").mkdir()
-    for name, said in (
-        ("a.csv", r"expected a name that ends in \.npy, .*got a\.csv"),
-        ("b.npy", r"b\.npy: expected files of arrays, got none"),
-        ("folder.npy", r"folder\.npy: expected files of arrays, got none"),
-    ):
-        with pytest.raises(FormatError, match=said):
-            opened(tmp_path / name)
-    with pytest.raises(FormatError, match="leave out --key"):
-        opened("digits", key="x")
-
-
 # Batch, position, width.
 ACTS = np.random.default_rng(0).standard_normal((20, 7, 6)).astype(np.float32)
 DEEP = ACTS.reshape(5, 4, 7, 6)
@@ -270,25 +256,31 @@ def test_blocks_are_a_reshape_read_once_from_any_block_on(shape, most, data):
         np.testing.assert_array_equal(rows_of(source, start), values.reshape(-1, shape[-1])[start:])
 
 
+FLATTEN = "--flatten positions"
+
+
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("name", "options", "said"),
     [
-        (ACTS, "gives 140 rows of 6 dimensions, --flatten features gives 20 rows of 42;"),
-        (DEEP, "--index : gives 140 rows of 6 .*, --flatten features gives 5 rows of 168;"),
-        (ACTS[:1, :1], "gives 1 row of 6 dimensions, --flatten features gives 1 row of 6;"),
+        ("acts", {}, f"{FLATTEN} gives 140 rows of 6 dimensions, .* features gives 20 rows of 42;"),
+        ("deep", {}, f"{FLATTEN} --index : gives 140 rows of 6 .* features gives 5 rows of 168;"),
+        ("one", {}, f"{FLATTEN} gives 1 row of 6 dimensions, .* features gives 1 row of 6;"),
+        ("flat", {"flatten": "features"}, "--flatten does nothing with"),
+        ("digits", {"flatten": "features"}, "leave out --key, --flatten"),
+        ("digits", {"key": "x"}, "leave out --key"),
+        ("a.csv", {}, r"expected a name that ends in \.npy, .*got a\.csv"),
+        ("missing.npy", {}, r"missing\.npy: expected files of arrays, got none"),
+        ("folder.npy", {}, r"folder\.npy: expected files of arrays, got none"),
     ],
 )
-def test_flatten_is_needed_for_more_than_two_dimensions(tmp_path, values, said):
-    np.save(tmp_path / "a.npy", values)
-    with pytest.raises(FormatError, match=f"--flatten positions {said}"):
-        opened(tmp_path / "a.npy")
-
-
-def test_flatten_does_nothing_for_two_dimensions(tmp_path):
-    np.save(tmp_path / "b.npy", ACTS[0])
-    for file in (tmp_path / "b.npy", "digits"):
-        with pytest.raises(FormatError, match="flatten"):
-            opened(file, flatten="features")
+def test_rows_that_need_another_option_or_file_are_refused(tmp_path, name, options, said):
+    for file, values in (("acts", ACTS), ("deep", DEEP), ("one", ACTS[:1, :1]), ("flat", ACTS[0])):
+        np.save(tmp_path / f"{file}.npy", values)
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "folder.npy").mkdir()
+    file = name if name == "digits" else tmp_path / (name if "." in name else f"{name}.npy")
+    with pytest.raises(FormatError, match=said):
+        opened(file, **options)
 
 
 def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path: Path):

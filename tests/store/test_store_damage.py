@@ -4,6 +4,7 @@ that names them, and none of their rows is handed out."""
 import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -44,12 +45,16 @@ def read(folder):
     return collect(ActivationStore.open(folder / "s").split("all").sequential(64))
 
 
+def cut_to(length: int) -> Callable[[Path], int]:
+    return lambda path: path.write_bytes(path.read_bytes()[:length])
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
-        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "truncated"),
-        (lambda path: path.write_bytes(b""), "truncated"),
+        (cut_to(-100), "damaged"),
+        (cut_to(1000), "truncated"),
+        (cut_to(0), "truncated"),
         (lambda path: path.write_bytes(b"not HDF5" * 999), "damaged, or store.json does not fit"),
         (lambda path: path.unlink(), "is missing"),
     ],
