@@ -142,10 +142,11 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
     for document in (got, wanted):
         for shard in document.get("shards", ()):
             del shard["frame"]
-        cursor = document["resume"]["cursor"]
-        document["resume"]["cursor"] = {
-            name: value for name, value in cursor.items() if not name.startswith("_")
-        }
+        if "resume" in document:  # which only the parts of several ranks' stores have
+            cursor = document["resume"]["cursor"]
+            document["resume"]["cursor"] = {
+                name: value for name, value in cursor.items() if not name.startswith("_")
+            }
     assert got == wanted
     rows, others = (store.split("all") for store in stores)
     for name in stores[0].meta.columns:
