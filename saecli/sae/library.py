@@ -138,7 +138,8 @@ def read_sae(
     settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
     transcodes = saved.is_transcoder or subject.target is not None
     further = {"transcodes": True} if transcodes else {}
-    saved.sae.metadata = settings | saved.origin.to_json() | further
+    origin = {name: entry for name, entry in saved.origin.to_json().items() if entry is not None}
+    saved.sae.metadata = settings | origin | further
     return subject, replace(saved, transcodes=transcodes)
 
 
