@@ -211,9 +211,7 @@ def plain_kl(home: Path, clt: Path) -> float:
 
 
 @pytest.mark.slow
-def test_the_set_across_layers_beats_each_layer_alone_and_reads_as_written(
-    trained: Path, tmp_path: Path
-):
+def test_the_set_across_layers_beats_each_alone_and_reads_as_written(trained: Path, tmp_path: Path):
     clt = tmp_path / "clt"
     by_name = measured(trained, "t-*", "--out", str(clt))
     own, alone, across = by_name.values()
@@ -291,9 +289,7 @@ def test_the_script_of_descent_begins_at_the_decoders_in_closed_form(
 
 
 @pytest.mark.slow
-def test_what_makes_no_cross_layer_transcoder_is_one_sentence(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_makes_no_cross_layer_set_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch):
     make_set(trained, "topk", TopK(k=8))
     make_set(trained, "skip", W_skip=torch.zeros(WIDTH, WIDTH))
     make_set(trained, "other", model="gpt2")
@@ -334,9 +330,7 @@ with torch.no_grad():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t", "relu"])
-def test_circuit_tracer_reads_the_same_codes_and_reconstructions(
-    trained: Path, tmp_path: Path, name: str
-):
+def test_circuit_tracer_reads_the_same_codes_and_y_hat(trained: Path, tmp_path: Path, name: str):
     python = python_with("circuit-tracer")
     make_set(trained, "relu", Relu())
     layers = LayerSet.of(Home.at(trained), [f"{name}-*"], Silent())

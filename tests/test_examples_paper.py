@@ -75,9 +75,7 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
         ("targets", ["transcoders.txt", "pages/index.html", "crosscoder.png"]),
     ],
 )
-def test_quick_forms_without_claims_write_their_files(
-    section: str, written: list[str], tmp_path: Path
-):
+def test_quick_forms_without_claims_write_files(section: str, written: list[str], tmp_path: Path):
     done = script(section, "--quick", "--out", "results", home=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [name for name in written if not (tmp_path / "results" / name).exists()] == []
@@ -120,9 +118,7 @@ def test_the_scripts_name_every_preset_and_no_other():
 @pytest.mark.parametrize(
     ("complete", "todo"), [("true", ""), ("false", "--resume --name base-topk-sgd-1-0\n")]
 )
-def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(
-    complete: str, todo: str, tmp_path: Path
-):
+def test_a_finished_run_is_left_and_a_cut_one_resumed(complete: str, todo: str, tmp_path: Path):
     folder = tmp_path / "home" / "runs" / "base-topk-sgd-1-0"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(f'{{"complete": {complete}}}')
@@ -144,9 +140,7 @@ def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(
         (("mnist", "--quick", "--data", "notes.txt", "--out", "out"), 1, "notes.txt"),
     ],
 )
-def test_what_a_script_cannot_do_is_said_in_a_sentence(
-    words: tuple, status: int, sentence: str, tmp_path: Path
-):
+def test_what_a_script_cannot_do_is_said(words: tuple, status: int, sentence: str, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("no image")
     assert shell("true", tmp_path / "full").returncode == 0
     done = script(*words, home=tmp_path)
@@ -194,9 +188,7 @@ def test_report_without_a_finished_section_names_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["swish", pytest.param("soft-topk", marks=pytest.mark.slow)])
-def test_the_papers_objective_never_rises_and_steps_go_to_zero(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_objective_never_rises_and_steps_go_to_zero(name: str, monkeypatch: pytest.MonkeyPatch):
     outers = 24
     for folder in (EXAMPLES, EXAMPLES / "convergence"):
         monkeypatch.syspath_prepend(str(folder))

@@ -36,10 +36,8 @@ def test_a_failed_download_is_one_sentence(tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no files: {SCRIPT.name} writes them to {REAL}")
-def test_the_chain_trains_on_ordinary_rows_of_a_real_model(
-    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_the_chain_trains_on_ordinary_rows_of_a_real_model(sae: CommandLine, tmp_path: Path):
+    sae.monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "real").symlink_to(REAL)
     documents = {}

@@ -26,11 +26,9 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
-    sae: CommandLine, tmp_path: Path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SAE_HOME", raising=False)
+def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, tmp_path: Path):
+    sae.monkeypatch.chdir(tmp_path)
+    sae.monkeypatch.delenv("SAE_HOME", raising=False)
     write, *lines = [line for block in blocks("sh") for line in block.splitlines()]
     text, file = shlex.split(write, comments=True)[:-1], Path(shlex.split(write, comments=True)[-1])
     assert (text[:3], text[-1], file) == (["python", "-m", "pydoc"], ">", Path("notes.txt"))

@@ -20,10 +20,8 @@ from saecli.cli.main import COMMANDS, load_command, main, sentence_for, summary
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_every_option_and_help_all_the_advanced(
-    sae: CommandLine, monkeypatch, name: str
-):
-    monkeypatch.setenv("COLUMNS", "400")
+def test_help_shows_every_option_and_help_all_the_advanced(sae: CommandLine, name: str):
+    sae.monkeypatch.setenv("COLUMNS", "400")
     params = load_command(name).params
     hidden = [param for param in params if param.hidden]
     pages = [sae(name, "--help"), *([sae(name, "--help-all")] if hidden else [])]
@@ -37,10 +35,8 @@ def test_help_shows_every_option_and_help_all_the_advanced(
     assert (f"--help-all shows {len(hidden)} more options" in pages[0].out) == bool(hidden)
 
 
-def test_the_help_of_extract_begins_with_the_place_and_is_whole_in_80_columns(
-    sae: CommandLine, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_help_of_extract_begins_with_the_place_and_is_whole_in_80_columns(sae: CommandLine):
+    sae.monkeypatch.setenv("COLUMNS", "80")
     page = sae("extract", "--help").out
     flags = re.findall(r"^│ (--[a-z-]+)", page, re.MULTILINE)
     assert flags[:4] == ["--model", "--layer", "--site", "--module"]
@@ -53,10 +49,8 @@ def test_the_help_of_extract_begins_with_the_place_and_is_whole_in_80_columns(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_the_whole_docstring_after_the_summary_of_the_list(
-    sae: CommandLine, monkeypatch, name: str
-):
-    monkeypatch.setenv("COLUMNS", "4000")  # paragraphs stay on one line
+def test_help_has_the_whole_docstring_after_the_summary_of_the_list(sae: CommandLine, name: str):
+    sae.monkeypatch.setenv("COLUMNS", "4000")  # paragraphs stay on one line
     module = importlib.import_module(f"saecli.cli.{'import_' if name == 'import' else name}")
     docstring = inspect.getdoc(module)
     assert docstring.splitlines()[0] == summary(name)

@@ -78,9 +78,7 @@ def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tm
     assert any("2 rows of massive norm hold" in note for note in report["notes"])
 
 
-def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(
-    sae: CommandLine, tmp_path: Path
-):
+def test_dead_latents_are_those_of_the_record_on_any_rows(sae: CommandLine, tmp_path: Path):
     words = "train --act topk --k 1 --d-sae 64 --epochs 2 --solver sgd --lr 0.1 --no-revive --json"
     run = sae(*words.split()).json
     dead = run["final"]["dead_fraction"]
@@ -123,9 +121,7 @@ def test_runs_make_one_table_sparsest_first(sae: CommandLine):
         (300, None, ""),
     ],
 )
-def test_figures_of_few_rows_or_documents_are_called_noise(
-    sae: CommandLine, rows: int, documents: int | None, said: str
-):
+def test_few_rows_are_called_noise(sae: CommandLine, rows: int, documents: int | None, said: str):
     columns = {}
     if documents:
         numbers = np.arange(rows)

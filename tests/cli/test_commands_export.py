@@ -25,9 +25,7 @@ FORMATS = ["saelens", "sparsify", "dictionary-learning"]
     [*((name, ReluTopK(k=4)) for name in FORMATS), ("saelens", JumpRelu())],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_an_exported_run_reconstructs_alike(
-    sae: CommandLine, tmp_path: Path, name: str, activation: Activation
-):
+def test_exports_decode_alike(sae: CommandLine, tmp_path: Path, name: str, activation: Activation):
     make_run(sae.home, "run", random_sae(activation))
     done = sae("export", "run", "--to", name, "--out", tmp_path / "deep" / "out", "--json")
     assert done.json == {

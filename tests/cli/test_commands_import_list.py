@@ -196,15 +196,13 @@ def left(home: Path) -> set[str]:
 ALL = {"activations/rows", "activations/both", "runs/first", "runs/both"}
 
 
-def test_what_is_removed_is_shown_and_asked_for_first(
-    filled: CommandLine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+def test_what_is_removed_is_shown_and_asked_for_first(filled: CommandLine):
+    filled.monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     done = filled("rm", "rows")
     for words in ("store rows: ", "trained on it: both, first", "remove 1 folder?", "nothing was"):
         assert words in done.err
     assert (done.status, done.out, left(filled.home)) == (0, "", ALL)
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    filled.monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     done = filled("rm", "rows", "first")
     assert (done.status, left(filled.home)) == (0, {"activations/both", "runs/both"})
     assert "remove 2 folders?" in done.err and done.out.startswith("removed 2 folders, ")
@@ -276,25 +274,21 @@ def test_a_store_outside_the_home_is_trained_on_and_found_again(sae: CommandLine
     assert sae("train", "--resume", "--name", "run").status == 0
 
 
-def test_the_folder_of_a_store_in_the_home_is_its_name(
-    sae: CommandLine, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_folder_of_a_store_in_the_home_is_its_name(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    monkeypatch.chdir(sae.home)
+    sae.monkeypatch.chdir(sae.home)
     assert sae("train", "--data", "activations/rows", *QUICK, "--name", "run").status == 0
     assert json.loads((sae.home / "runs" / "run" / "run.json").read_text())["data"] == "rows"
     assert sae("train", "--data", "rows", "--data", "activations/rows", *QUICK).status == 2
 
 
-def test_a_name_in_the_home_comes_before_a_folder_here(
-    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_name_in_the_home_comes_before_a_folder_here(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(300))
     make_store(tmp_path, "rows", some_rows(200))
-    monkeypatch.chdir(tmp_path / "activations")
+    sae.monkeypatch.chdir(tmp_path / "activations")
     named = sae("train", *QUICK, "--name", "run", "--data", "rows", "--json")
     assert named.json["rows_train"] > 200
-    monkeypatch.chdir("rows")  # has a store.json, which a store's name must not find
+    sae.monkeypatch.chdir("rows")  # has a store.json, which a store's name must not find
     newest = sae("train", *QUICK, "--name", "newest", "--json")
     assert newest.json["rows_train"] > 200
     assert sae("train", "--data", tmp_path).status == 1

@@ -57,9 +57,7 @@ def assert_shows(example: dict, texts: Texts, codes: np.ndarray, latent: int, sc
 @pytest.mark.parametrize(
     "activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name
 )
-def test_pages_show_strongest_and_random_texts_and_partners(
-    sae: CommandLine, tmp_path: Path, model: str, activation
-):
+def test_pages_show_texts_and_partners(sae: CommandLine, tmp_path: Path, model: str, activation):
     texts, mine = make_text_run(sae.home, model, activation)
     out = tmp_path / "deep" / "out"
     sae("report", "run", "--out", out, "--examples", "3", "--json").succeeds()
@@ -128,9 +126,7 @@ def test_interest_is_contrast_times_agreement(sae: CommandLine, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
-def test_first_page_has_the_measures_of_eval_and_sparsity(
-    sae: CommandLine, tmp_path: Path, model: str, split: str
-):
+def test_first_page_measures_as_eval(sae: CommandLine, tmp_path: Path, model: str, split: str):
     make_text_run(sae.home, model)
     words = ("--split", split, "--neuronpedia", "m/3-x", "--json")
     done = sae("report", "--out", tmp_path / "out", *words)
@@ -163,9 +159,7 @@ def test_headline_is_of_all_rows_where_none_are_held_out(sae: CommandLine, tmp_p
     assert "of 7 rows, 1 row of massive norm holds" in done.err
 
 
-def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(
-    sae: CommandLine, tmp_path: Path, model: str
-):
+def test_what_is_written_is_what_the_json_says(sae: CommandLine, tmp_path: Path, model: str):
     make_text_run(sae.home, model)
     done = sae("report", "run", "--out", tmp_path / "out", "--json")
     files = sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*"))
@@ -189,9 +183,7 @@ def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
 
 
-def test_pages_fetch_nothing_and_no_text_ends_a_script(
-    sae: CommandLine, tmp_path: Path, model: str
-):
+def test_pages_fetch_nothing_and_texts_end_no_script(sae: CommandLine, tmp_path: Path, model: str):
     make_text_run(sae.home, model)
     sae("report", "run", "--out", tmp_path / "out", "--examples", "20", "--model", model)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -206,9 +198,7 @@ def test_pages_fetch_nothing_and_no_text_ends_a_script(
         assert not set("<>&\u2028\u2029") & set(path.read_text(encoding="utf-8"))
 
 
-def test_a_model_adds_the_tokens_that_each_latent_promotes(
-    sae: CommandLine, tmp_path: Path, model: str
-):
+def test_a_model_adds_the_tokens_that_latents_promote(sae: CommandLine, tmp_path: Path, model: str):
     _, mine = make_text_run(sae.home, model)
     words = ("--out", tmp_path / "out", "--model", model, *for_latents(3, 7, 8))
     done = sae("report", "run", *words, "--json")
@@ -232,9 +222,7 @@ def test_a_model_adds_the_tokens_that_each_latent_promotes(
     assert index["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
 
 
-def test_the_model_chooses_the_hook_point_of_a_crosscoder_that_is_read_through_it(
-    sae: CommandLine, tmp_path: Path, model: str
-):
+def test_the_model_chooses_a_crosscoders_hook_point(sae: CommandLine, tmp_path: Path, model: str):
     other = str(save_model(tmp_path / "other"))
     for name, its_model in (("texts", model), ("others", other)):
         make_text_store(sae.home, name, its_model)
@@ -258,9 +246,7 @@ def test_the_model_chooses_the_hook_point_of_a_crosscoder_that_is_read_through_i
     )
 
 
-def test_report_and_eval_of_one_run_take_the_model_of_its_store(
-    sae: CommandLine, tmp_path: Path, model: str
-):
+def test_report_and_eval_take_the_model_of_a_store(sae: CommandLine, tmp_path: Path, model: str):
     make_text_run(sae.home, model)
     make_run(sae.home, "other", random_sae(seed=1), data="texts")
     (bare,) = sae("eval", "run", "--no-model", "--json").json["runs"]
@@ -286,9 +272,7 @@ def test_report_and_eval_of_one_run_take_the_model_of_its_store(
 
 
 @pytest.mark.parametrize("command", ["report", "read --prompt a"])
-def test_a_command_of_one_run_takes_a_pattern_of_one(
-    sae: CommandLine, tmp_path: Path, command: str
-):
+def test_a_command_of_a_run_takes_a_pattern_of_one(sae: CommandLine, tmp_path: Path, command: str):
     make_text_store(sae.home, "texts", None)
     for name in ("t-1", "t-2"):
         make_run(sae.home, name, random_sae(), data="texts")
@@ -331,9 +315,7 @@ def without_weights(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [gone, too_large, without_weights])
-def test_without_its_model_a_run_is_measured_and_shown_with_one_note(
-    sae: CommandLine, tmp_path: Path, spoil: Callable[[Path], str]
-):
+def test_a_lost_model_is_one_note(sae: CommandLine, tmp_path: Path, spoil: Callable[[Path], str]):
     folder = save_model(tmp_path / "model")
     make_text_run(sae.home, str(folder))
     (bare,) = sae("eval", "--no-model", "--json").json["runs"]
@@ -364,9 +346,7 @@ def test_rows_that_name_no_model_are_measured_without_a_word(sae: CommandLine, t
     sae("eval", "--tokens", "9").fails(2, "--tokens does nothing without --model")
 
 
-def test_a_number_chooses_the_latents_that_fire_most_often(
-    sae: CommandLine, tmp_path: Path, model: str
-):
+def test_a_number_chooses_latents_that_fire_most(sae: CommandLine, tmp_path: Path, model: str):
     texts, mine = make_text_run(sae.home, model)
     assert sae("report", "run", "--out", tmp_path / "out", "--latents", "4").status == 0
     often = np.argsort(-(codes_of(texts, mine) != 0).mean(0), kind="stable")[:4]

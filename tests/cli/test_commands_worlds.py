@@ -164,9 +164,7 @@ def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
     ("words", "l0"),
     [([], 10), (["--features", "1536", "--d-in", "192", "--no-hierarchy", "--l0", "23"], 23)],
 )
-def test_the_worlds_of_the_paper_and_the_flat_one_are_reached_by_options(
-    sae, words: list, l0: float
-):
+def test_worlds_of_the_paper_and_the_flat_one_are_reached_by_options(sae, words: list, l0: float):
     sae("import", "synthetic", *words, "--rows", "20000")
     active = [np.diff(codes.indptr) for codes in opened(sae).split("all").codes(1000)]
     assert np.concatenate(active).mean() == pytest.approx(l0, rel=0.05)

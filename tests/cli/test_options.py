@@ -205,9 +205,7 @@ def test_a_public_function_names_types_and_describes_what_its_command_takes(name
         ("explain", "concurrency", 0),
     ],
 )
-def test_python_and_the_command_line_refuse_a_value_in_the_same_words(
-    sae: CommandLine, name: str, argument: str, value: Any
-):
+def test_python_and_commands_refuse_alike(sae: CommandLine, name: str, argument: str, value: Any):
     option = arguments_of(BY_COMMAND[name])[argument]
     make_run(sae.home, "run", random_sae())
     needed = {"steer": "--latent 1 --prompt a", "report": "--out x", "read": "--prompt a"}

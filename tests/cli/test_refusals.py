@@ -119,9 +119,7 @@ def refused(sae: CommandLine, folder: Path, *words: str | Path) -> Done:
     ("line", "status", "said"),
     [(line, 2, said) for line, said in WRONG] + [(line, 1, said) for line, said in FAILED],
 )
-def test_exit_status_and_one_sentence(
-    sae: CommandLine, folder: Path, line: str, status: int, said: str
-):
+def test_status_and_one_sentence(sae: CommandLine, folder: Path, line: str, status: int, said: str):
     said = line.split()[-1] if said == "LAST" else said
     refused(sae, folder, *line.split()).fails_in_one_sentence(status, said)
 

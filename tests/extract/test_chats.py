@@ -345,9 +345,7 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
     assert [window.is_row.sum() for window in dropped] == [len(ids) - whole.count("<")]
 
 
-def test_rows_of_massive_norm_that_remain_are_told_with_what_drops_them(
-    sae: CommandLine, tmp_path: Path
-):
+def test_massive_rows_that_remain_are_told_with_what_drops_them(sae: CommandLine, tmp_path: Path):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2000, 32)).astype(np.float32)
     x[rng.choice(2000, 7, replace=False)] += 100 * np.eye(32)[3]

@@ -164,22 +164,18 @@ def bring_code(folder: Path) -> None:
         *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS),
     ],
 )
-def test_damaged_models_are_refused(
-    sae: CommandLine, models, tmp_path: Path, monkeypatch, architecture, damage, sentence
-):
+def test_damage_is_named(sae: CommandLine, models, tmp_path: Path, architecture, damage, sentence):
     folder = shutil.copytree(models[architecture], tmp_path / "model")
     damage(folder)
     (tmp_path / "a.txt").write_text("abzzc")
-    monkeypatch.chdir(tmp_path)
+    sae.monkeypatch.chdir(tmp_path)
     done = sae("extract", "--model", folder, "--dataset", "a.txt").fails(1, sentence)
     assert (done.out, len(done.err.splitlines())) == ("", 1)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow
-def test_rows_that_all_overflow_end_the_extraction_early_and_are_told_however_few(
-    sae: CommandLine, models, tmp_path: Path
-):
+def test_rows_that_all_overflow_end_the_extraction_early(sae: CommandLine, models, tmp_path: Path):
     folder = tmp_path / "model"
     model = LlamaForCausalLM.from_pretrained(models["llama"])
     model.model.embed_tokens.weight.data.mul_(1e8)

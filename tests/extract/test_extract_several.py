@@ -122,9 +122,7 @@ def test_a_row_of_high_norm_in_one_store_is_dropped_from_all(sae: CommandLine, m
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* times the median norm")
-def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
-    sae: CommandLine, model, overflowing, text
-):
+def test_a_row_that_one_model_cannot_store_both_drop(sae: CommandLine, model, overflowing, text):
     def by_token(name: str) -> dict[tuple[int, ...], np.ndarray]:
         rows, columns = read(sae.home, name)
         return dict(zip(zip(*columns.values(), strict=True), rows, strict=True))
@@ -158,18 +156,14 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
         ("tiny-gemma2", "expected one tokenizer, got 64 and 2,048 tokens"),
     ],
 )
-def test_models_that_do_not_read_the_same_tokens_are_refused(
-    sae: CommandLine, model, text, tmp_path, second, sentence
-):
+def test_models_read_the_same_tokens(sae: CommandLine, model, text, tmp_path, second, sentence):
     plain = save_model(tmp_path / "plain", "llama", bos=False)
     other = {"model": model, "plain": plain}.get(second, second)
     words = ("--model", model, "--model", other, "--dataset", text, "--prepend-bos", "off")
     sae("extract", *words).fails(2, sentence.format(other))
 
 
-def test_models_of_which_one_has_an_added_token_read_the_tokens_that_they_share(
-    sae: CommandLine, model, text, tmp_path: Path
-):
+def test_models_share_tokens_but_for_added_ones(sae: CommandLine, model, text, tmp_path: Path):
     config = AutoConfig.from_pretrained(model)
     config.vocab_size += 1
     thinking = save_model(tmp_path / "thinking", config)
@@ -186,9 +180,7 @@ def test_models_of_which_one_has_an_added_token_read_the_tokens_that_they_share(
     np.testing.assert_allclose(rows, own_rows, rtol=2e-2, atol=1e-2)
 
 
-def test_rows_that_not_all_can_store_end_the_extraction(
-    sae: CommandLine, overflowing, tmp_path: Path
-):
+def test_rows_that_not_all_store_end_the_extraction(sae: CommandLine, overflowing, tmp_path: Path):
     (tmp_path / "c.txt").write_text("\n\n".join(["c" * 15] * 800))
     sae(
         f"extract --model {overflowing} --dataset {tmp_path}/c.txt "

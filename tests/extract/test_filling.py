@@ -349,9 +349,7 @@ def test_any_batch_size_gives_the_same_store(model, small_blocks, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("multiple", [None, 1.1])
-def test_stores_stopped_at_different_shards_equal_whole_ones(
-    model, small_blocks, tmp_path: Path, multiple
-):
+def test_stores_stopped_apart_equal_whole_ones(model, small_blocks, tmp_path: Path, multiple):
     fill_stores(tmp_path / "whole", model, POINTS, multiple=multiple)
     dropped = [store.meta.dropped.get("high_norm", 0) for store in opened(tmp_path / "whole")]
     assert len({*dropped}) == 1 and (dropped[0] > 10) == (multiple is not None)

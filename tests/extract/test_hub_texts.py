@@ -125,9 +125,7 @@ TEMPLATE = Path(__file__).parents[1] / "templates" / "gemma.jinja"
 @pytest.mark.parametrize(
     "environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}]
 )
-def test_a_finished_store_is_recognised_without_a_network(
-    hub: ModelHub, tmp_path: Path, environment
-):
+def test_a_finished_store_is_known_without_a_network(hub: ModelHub, tmp_path: Path, environment):
     path = tmp_path / "chats.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"messages": CHATS}), path)
     hub.add("some/chats", {"train.parquet": path.read_bytes()})
@@ -151,9 +149,7 @@ datasets.load_dataset({DATASET!r}, split="train", revision=sys.argv[1])
 
 
 @pytest.mark.slow
-def test_what_datasets_has_prepared_is_read_offline_if_it_is_the_commit(
-    hub: ModelHub, tmp_path: Path
-):
+def test_what_datasets_prepared_is_read_offline_if_it_is_the_commit(hub: ModelHub, tmp_path: Path):
     early = hub.repos[DATASET].head
     assert run(hub, tmp_path, "-c", PREPARED, early).returncode == 0
     command = ("-m", "saecli", "extract", "--model", "tiny-gemma2", "--rows", "400")

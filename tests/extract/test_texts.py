@@ -260,9 +260,7 @@ BAD = [
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson.gz"])
-def test_one_bad_line_in_a_hundred_is_left_out_and_two_in_a_hundred_end_a_file(
-    tmp_path, bad, suffix
-):
+def test_one_bad_line_in_a_hundred_is_left_out_and_two_end_a_file(tmp_path, bad, suffix):
     def source(good_after: int) -> TextSource:
         content = GOOD * 60 + b"\n" + bad + GOOD * good_after
         content = gzip.compress(content) if suffix.endswith(".gz") else content
@@ -406,9 +404,7 @@ def test_ends_of_texts_are_told_where_rows_need_them(sae: CommandLine, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
-    sae: CommandLine, tmp_path: Path
-):
+def test_a_killed_mixture_equals_a_whole_one_measured_by_source(sae: CommandLine, tmp_path: Path):
     files = [write_counts(tmp_path / name, [*range(3, 40)] * 25) for name in ("a.jsonl", "b.jsonl")]
     mixed = "extract --model tiny-gemma2 --rows 14000 --shard-rows 1000 --name".split()
     for path, weight in zip(["stdlib-docs", *files], "532", strict=True):
@@ -441,9 +437,7 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
     assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
 
 
-def test_a_source_of_two_documents_is_measured_and_one_of_a_single_document_is_not(
-    sae: CommandLine, tmp_path
-):
+def test_a_source_of_two_documents_is_measured_and_one_of_one_is_not(sae: CommandLine, tmp_path):
     counts = {"a": [40] * 20, "b": [60, 60], "c": [80]}
     texts = []
     for name, own in counts.items():
@@ -468,9 +462,7 @@ def test_a_source_of_two_documents_is_measured_and_one_of_a_single_document_is_n
     [["mlp_out"], pytest.param(["mlp_in", "mlp_out"], marks=pytest.mark.long)],
     ids=["SAE", "crosscoder"],
 )
-def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alone(
-    sae: CommandLine, tmp_path, sites
-):
+def test_the_effect_by_source_is_that_of_its_store_alone(sae: CommandLine, tmp_path, sites):
     files = [write_counts(tmp_path / f"{name}.jsonl", [*range(3, 30)] * 4) for name in "ab"]
     Path(files[1]).write_text(Path(files[1]).read_text().replace("word", "return the value"))
     words = split("extract --model tiny-gemma2 --layer 1 --rows 100000")

@@ -49,9 +49,7 @@ def test_rows_of_a_batch_are_those_of_a_new_model_and_each_window_alone(kind: st
 
 
 @pytest.mark.parametrize("more", [{"use_bidirectional_attention": True}, {}])
-def test_a_model_whose_tokens_see_later_ones_predicts_no_next_token(
-    more: dict[str, Any], tmp_path: Path
-):
+def test_a_model_that_sees_later_tokens_predicts_none(more: dict[str, Any], tmp_path: Path):
     sizes = {**DEEP, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}
     folder = save_model(tmp_path, Gemma3TextConfig(**sizes, **more))
     if more:

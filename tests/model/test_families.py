@@ -146,9 +146,7 @@ def tiny_config(family: str) -> Any:
 
 
 @pytest.mark.parametrize(("family", "paths"), cases(FAMILIES, QUICK))
-def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
-    family: str, paths: str, tmp_path: Path
-):
+def test_every_site_is_what_hooks_see_and_can_be_replaced(family: str, paths: str, tmp_path: Path):
     model, seen = loaded(save_model(tmp_path, tiny_config(family)), head=True), {}
     for layer, block in enumerate(model.blocks):
 
@@ -226,9 +224,7 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "llama4", "qwen3_vl"])
-def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(
-    sae: CommandLine, tmp_path: Path, family: str
-):
+def test_a_multimodal_model_is_read_and_spliced(sae: CommandLine, tmp_path: Path, family: str):
     if family not in CONFIG_MAPPING:
         pytest.skip(NEWER)
     text_config = TINY | {"rope_parameters": ROPE}
@@ -278,9 +274,7 @@ def test_the_middle_of_a_block_is_what_its_output_depends_on(case: str, tmp_path
 
 
 @pytest.mark.parametrize("family", ["hyperclovax", "lfm3"])
-def test_an_output_that_a_norm_changes_before_it_is_added_is_no_addition(
-    family: str, tmp_path: Path
-):
+def test_an_output_with_a_norm_before_it_is_added_is_no_addition(family: str, tmp_path: Path):
     if family not in CONFIG_MAPPING:
         pytest.skip(NEWER)
     model = loaded(save_model(tmp_path, tiny_config(family)))
@@ -289,9 +283,7 @@ def test_an_output_that_a_norm_changes_before_it_is_added_is_no_addition(
 
 
 @pytest.mark.parametrize(("family", "paths"), cases(FAMILIES, QUICK))
-def test_a_model_loaded_up_to_a_block_has_the_rows_and_reads_of_the_whole(
-    family: str, paths: str, tmp_path: Path
-):
+def test_first_blocks_have_rows_and_reads_of_the_whole(family: str, paths: str, tmp_path: Path):
     source = find_model(str(save_model(tmp_path, tiny_config(family))))
     cpu, point = torch.device("cpu"), HookPoint(0, "resid_post")
     whole, part = LanguageModel(source, cpu, head=True), LanguageModel(source, cpu, last=0)

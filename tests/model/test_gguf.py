@@ -105,9 +105,7 @@ def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text
     sae(*command).fails(1, "made from something else")
 
 
-def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
-    sae: CommandLine, tmp_path: Path, text: Path
-):
+def test_rotary_factors_that_are_not_read_are_told(sae: CommandLine, tmp_path: Path, text: Path):
     for factors in (False, True):
         path, _ = saved(tmp_path / f"factors-{factors}", factors=factors)
         result = sae("extract", "--model", path, "--dataset", text).succeeds()
@@ -132,9 +130,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_or_foreign_file_gets_one_sentence(
-    sae: CommandLine, tmp_path: Path, text: Path, how: str
-):
+def test_a_damaged_file_gets_one_sentence(sae: CommandLine, tmp_path: Path, text: Path, how: str):
     path, _ = saved(tmp_path)
     path.write_bytes(DAMAGE[how](path.read_bytes()))
     refused = sae("extract", "--model", path, "--dataset", text)

@@ -60,16 +60,14 @@ def described(home: Path, store: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["switch", "name", "silence"])
-def test_without_a_network_the_same_command_is_the_same_request(
-    sae: CommandLine, hub: ModelHub, files, text, monkeypatch, silent, how
-):
+def test_offline_it_is_the_same_request(sae: CommandLine, hub: ModelHub, files, text, silent, how):
     repo = hub.add(MODEL, files)
     assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0
     store = described(sae.home, "one")
     assert store["source"]["model"] == MODEL
     assert store["source"]["revision"] == store["source"]["weights"] == repo.head
     assert "pytorch_model.bin" not in hub.downloads()
-    offline(monkeypatch, how, silent)
+    offline(sae.monkeypatch, how, silent)
     assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0  # done already
     # Runs the model.
     assert sae(*EXTRACT, "--dataset", text, "--name", "two", "--context", "16").status == 0
@@ -113,9 +111,7 @@ def test_a_revision_of_what_is_not_on_the_hub_is_refused(tmp_path: Path):
         ({"private": True}, f"has no model repository {MODEL}, or it is private"),
     ],
 )
-def test_a_model_that_is_not_for_everyone_is_refused(
-    hub: ModelHub, files, monkeypatch, settings, sentence
-):
+def test_a_model_not_for_everyone_is_refused(hub: ModelHub, files, monkeypatch, settings, sentence):
     hub.add(MODEL, files, **settings)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ModelError, match=sentence):
@@ -168,13 +164,11 @@ def test_a_large_file_is_read_again_only_once_it_changes(tmp_path: Path, monkeyp
     assert find_model(str(folder)).content == first
 
 
-def test_a_store_of_a_folder_known_by_the_times_of_its_files_is_found(
-    sae: CommandLine, tmp_path: Path, monkeypatch
-):
+def test_a_store_of_a_folder_known_by_times_of_files_is_found(sae: CommandLine, tmp_path: Path):
     folder = save_model(tmp_path / "model", "gpt2")
     (tmp_path / "text.txt").write_text("abcdefgh\n\n" * 30)
     line = f"extract --model {folder} --dataset {tmp_path}/text.txt --rows 100 --context 16 --json"
-    with monkeypatch.context() as older:
+    with sae.monkeypatch.context() as older:
         older.setattr(model_source.ModelSource, "content", property(lambda source: source.dated))
         first = sae(line).json
     again = sae(line).json
@@ -209,18 +203,16 @@ def trained(sae: CommandLine, text: Path, *revision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # by the hub's client
-def test_every_command_reads_the_recorded_commit_from_the_cache(
-    sae: CommandLine, hub: ModelHub, files, text, monkeypatch, tmp_path
-):
+def test_commands_read_the_recorded_commit(sae: CommandLine, hub: ModelHub, files, text, tmp_path):
     repo = hub.add(MODEL, files)
     repo.refs["step1"] = early = repo.head
     repo.commit({})  # of which the cache knows nothing
     trained(sae, text, "--model-revision", "step1")
     assert load_sae(sae.home / "runs" / "run").metadata["revision"] == early
     sae("push", "run", "someone/saes", "--model", MODEL, "--tokens", "200").succeeds()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    sae.monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     lines = [(f"{'fgh' * (1 + at % 9)}{'ab'[at % 2]}", str(at % 2)) for at in range(60)]
-    probe_sets.install(tmp_path / "site", {"5_last_letter": lines}, monkeypatch)
+    probe_sets.install(tmp_path / "site", {"5_last_letter": lines}, sae.monkeypatch)
     for command, words in COMMANDS.items():
         out = [str(tmp_path / "pages")] if command == "report" else []
         done = sae(command, "run", *words, *out, "--json").succeeds()
@@ -230,9 +222,7 @@ def test_every_command_reads_the_recorded_commit_from_the_cache(
 
 
 @pytest.mark.slow
-def test_another_revision_than_the_recorded_one_is_said(
-    sae: CommandLine, hub: ModelHub, files, text, tmp_path
-):
+def test_a_revision_not_recorded_is_said(sae: CommandLine, hub: ModelHub, files, text, tmp_path):
     repo = hub.add(MODEL, files)
     repo.refs["step1"] = early = repo.head
     trained(sae, text, "--model-revision", "step1")
@@ -247,9 +237,7 @@ def test_another_revision_than_the_recorded_one_is_said(
 
 
 @pytest.mark.slow
-def test_two_checkpoints_of_one_model_are_two_models(
-    sae: CommandLine, hub: ModelHub, files, text, tmp_path
-):
+def test_two_checkpoints_are_two_models(sae: CommandLine, hub: ModelHub, files, text, tmp_path):
     repo = hub.add(MODEL, files)
     repo.refs["step1"] = early = repo.head
     late = repo.commit(files | {"model.safetensors": other_weights(tmp_path)})

@@ -153,9 +153,7 @@ def test_weights_are_those_of_the_library_in_every_precision(tmp_path: Path, dty
         assert torch.equal(weight, expected[name]) and weight.dtype == expected[name].dtype
 
 
-def test_loading_draws_no_random_numbers_and_says_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_loading_draws_and_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     folder = save_model(tmp_path / "llama", "llama")
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -184,11 +182,9 @@ def test_missing_weights_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_cpu_takes_the_precision_that_it_multiplies_in(
-    native: bool, sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cpu_takes_the_precision_it_multiplies_in(native: bool, sae: CommandLine, tmp_path: Path):
     """Whatever the CPU that runs this test."""
-    monkeypatch.setattr(model_source, "multiplies_bf16", lambda device: native)
+    sae.monkeypatch.setattr(model_source, "multiplies_bf16", lambda device: native)
     single = save_model(tmp_path / "single", "llama")
     half = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(single, dtype=torch.bfloat16).save_pretrained(half)

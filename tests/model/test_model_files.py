@@ -39,9 +39,7 @@ def changed(folder: Path, **weights: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_an_adapter_is_refused_beside_base_weights_and_alone(
-    sae: CommandLine, folder: Path, beside: bool
-):
+def test_an_adapter_is_refused_with_weights_or_alone(sae: CommandLine, folder: Path, beside: bool):
     described = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     if not beside:
@@ -132,12 +130,10 @@ def test_the_script_writes_the_same_weights_from_the_same_seed(tmp_path):
     assert written[0] == written[1] != written[2]
 
 
-def test_transformers_that_reads_gguf_files_wrongly_is_refused(
-    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_transformers_that_reads_gguf_files_wrongly_is_refused(sae: CommandLine, tmp_path: Path):
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    sae.monkeypatch.setattr(transformers, "__version__", "5.17.0")
     sae("extract", "--model", model).fails(
         1, "transformers 5.17.0 reads some GGUF files", "5.23 or newer"
     )

@@ -108,9 +108,7 @@ def test_spliced_and_steering_act_at_a_module(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_from_a_store_of_a_module_to_the_effect_in_the_model(
-    sae: CommandLine, tmp_path: Path, text: Path
-):
+def test_from_a_store_of_a_module_to_its_effect(sae: CommandLine, tmp_path: Path, text: Path):
     folder = save_model(tmp_path / "model", "llama")
     words = ("--model", folder, "--dataset", text, "--module", DOWN.replace("*", "1"))
     assert sae("extract --rows 900 --context 12 --name rows", *words).status == 0
@@ -140,9 +138,7 @@ def test_from_a_store_of_a_module_to_the_effect_in_the_model(
 
 
 @pytest.mark.slow
-def test_a_module_outside_of_blocks_is_trained_on_and_measured(
-    sae: CommandLine, tmp_path: Path, text: Path
-):
+def test_a_module_outside_of_blocks_is_trained_on(sae: CommandLine, tmp_path: Path, text: Path):
     folder = save_model(tmp_path / "model", "llama")
     words = ("--model", folder, "--dataset", text, "--module", "model.embed_tokens")
     train = "train --act topk --k 4 --d-sae 48 --name run --rows 900 --context 12"
@@ -168,9 +164,7 @@ def test_a_module_outside_of_blocks_is_trained_on_and_measured(
     assert "layer" not in exported and exported["site"] == "model.embed_tokens:out"
 
 
-def test_an_sae_that_records_no_hook_point_is_used_at_a_module(
-    sae: CommandLine, tmp_path: Path, text: Path
-):
+def test_an_sae_of_no_hook_point_is_used_at_a_module(sae: CommandLine, tmp_path: Path, text: Path):
     model = save_model(tmp_path / "model", "llama")
     saecli.save_sae(random_sae(d_in=24), tmp_path / "sae")
     words = (tmp_path / "sae", "--model", model, "--module", "model.layers.2.mlp.down_proj:in")

@@ -49,9 +49,7 @@ def measured_factor(norm: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "names"), cases(NORMS, FAST))
-def test_the_norms_of_later_blocks_read_the_residual_stream(
-    family: str, names: str, tmp_path: Path
-):
+def test_norms_of_later_blocks_read_the_residual_stream(family: str, names: str, tmp_path: Path):
     save_with_random_norms(tmp_path, family)
     model = loaded(tmp_path, head=True)
     block = model.blocks[1]

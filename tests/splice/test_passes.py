@@ -226,9 +226,7 @@ def cut(model: LanguageModel, texts: list[Document]) -> list[TextWindow]:
     return [TextWindow(window.token_ids, window.is_row) for window in windows]
 
 
-def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
-    sae: CommandLine, tmp_path: Path
-):
+def test_an_exact_crosscoder_of_unlike_widths_changes_nothing(sae: CommandLine, tmp_path: Path):
     wide = save_model(tmp_path / "wide", LlamaConfig(**DEEP, head_dim=12))
     stores = extracted(sae.home, wide, site=["attn_z", "resid_post"])
     widths = tuple(store.d_in for store in stores)
@@ -246,9 +244,7 @@ def test_an_exact_crosscoder_of_hook_points_of_unlike_widths_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_crosscoder_of_two_models_is_spliced_into_each(
-    sae: CommandLine, folder: Path, tmp_path: Path
-):
+def test_a_crosscoder_of_two_is_spliced_into_each(sae: CommandLine, folder: Path, tmp_path: Path):
     llamas = [LlamaForCausalLM.from_pretrained(folder) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -332,9 +328,7 @@ def test_a_model_that_does_not_fit_is_refused_before_measuring(
 
 
 @pytest.mark.slow
-def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(
-    sae: CommandLine, folder: Path, model: LanguageModel
-):
+def test_a_transcoder_acts_as_a_hook_does(sae: CommandLine, folder: Path, model: LanguageModel):
     x, y = extracted(sae.home, folder, site=["resid_pre", "mlp_out"])
     options = {"act": "topk", "k": 4, "d_sae": 24, "epochs": 3, "batch_size": 64, "skip": True}
     stores = saecli.join(x, target=y)

@@ -53,9 +53,7 @@ def objective(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_its_error_a_model_is_unchanged_and_codes_are_those_of_hidden_states(
-    model: Any, dtype: torch.dtype
-):
+def test_with_its_error_a_model_is_unchanged_and_codes_are_exact(model: Any, dtype: torch.dtype):
     model, sae = model.to(dtype), at(MIDDLE, TopK(k=3))
     with torch.no_grad(), noted(blocks(model)[1]) as seen:
         clean = model(prompt()).logits
@@ -76,9 +74,7 @@ def test_with_its_error_a_model_is_unchanged_and_codes_are_those_of_hidden_state
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("change", [None, halved, torch.zeros_like, lambda z: z.detach() * 2])
 @torch.no_grad()
-def test_logits_are_those_of_a_hook_written_by_hand(
-    llama: Any, everywhere: bool, change: Replace | None
-):
+def test_logits_are_those_of_a_hook_by_hand(llama: Any, everywhere: bool, change: Replace | None):
     sae = at(MIDDLE)
     edited = change or (lambda z: z)
 
@@ -100,9 +96,7 @@ def test_logits_are_those_of_a_hook_written_by_hand(
 
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu()], ids=lambda act: act.name)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_of_codes_are_finite_differences_with_the_error_constant(
-    tmp_path: Path, activation: Activation, frozen: bool
-):
+def test_gradients_are_finite_differences(tmp_path: Path, activation: Activation, frozen: bool):
     """Of an SAE, and of a transcoder with a skip after it, whose error is a constant too."""
     # Llama's norms compute in float32.
     gpt2 = open_model(tmp_path, "gpt2").double().requires_grad_(not frozen)
@@ -187,9 +181,7 @@ def test_codes_of_another_text_are_patched_in_and_stay_the_users(llama: Any):
     assert others.grad is None and not others.requires_grad
 
 
-def test_several_saes_are_changed_each_by_its_own_function_and_keyed_as_given(
-    llama: Any, tmp_path: Path
-):
+def test_saes_are_changed_each_by_its_function_and_keyed_as_given(llama: Any, tmp_path: Path):
     early, late = at({"layer": 0, "site": "resid_post"}), at(MIDDLE)
     saecli.save_sae(late, tmp_path / "late")
     with torch.no_grad(), saecli.spliced(llama, [early, str(tmp_path / "late")]) as codes:
@@ -320,9 +312,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("sae", "options", "sentence"), REFUSED)
-def test_what_cannot_be_spliced_is_refused_in_a_sentence(
-    llama: Any, sae: Any, options: dict[str, Any], sentence: str
-):
+def test_what_cannot_be_is_refused(llama: Any, sae: Any, options: dict[str, Any], sentence: str):
     before = llama(prompt()).logits
     with pytest.raises(saecli.SaeError, match=sentence), saecli.spliced(llama, sae, **options):
         llama(prompt())
