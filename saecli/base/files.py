@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -12,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
-
-from pydantic_core import to_jsonable_python
 
 from .errors import ConfigError
 
@@ -115,8 +114,18 @@ def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Pa
 
 def to_json(document: Any, **layout: Any) -> str:
     """The document as JSON text, NaN and infinities as null; `layout` as of `json.dumps`."""
-    plain = to_jsonable_python(document, inf_nan_mode="null")
-    return json.dumps(plain, allow_nan=False, **layout)
+    return json.dumps(_without_nan(document), allow_nan=False, **layout)
+
+
+def _without_nan(document: Any) -> Any:
+    """NaN and infinities replaced by None. pydantic's own conversion refuses the names of files that are no UTF-8."""
+    if isinstance(document, dict):
+        return {key: _without_nan(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_without_nan(value) for value in document]
+    if isinstance(document, float) and not math.isfinite(document):
+        return None
+    return document
 
 
 def write_json(path: Path, document: Any) -> None:
