@@ -25,9 +25,8 @@ from ..measure.evaluate import evaluate_all, note_doubts
 from ..measure.measured import Measured
 from ..sae.activations import activation_to_json
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Batch
+from ..sae.dictionary import SAE, Batch, Normalisation
 from ..sae.formats import SavedSAE, save_native
-from ..sae.normalisation import Normalisation
 from ..sae.run_documents import RUN_VERSION
 from ..store.origin import Origin
 from ..store.reader import RowSource

@@ -1,8 +1,8 @@
 """Codes: an activation's output, every product with it, and pre-activations selected as codes.
 
 Sparse codes are offsets, indices and values, as for `torch.nn.functional.embedding_bag`; with them a training step
-costs 2 D F operations per row, for the pre-activations, instead of 10 D F. Activations search for non-zeros on a CPU
-only: on a GPU the host would have to wait for their count. Gradients are as sparse as the codes.
+costs 2 D F operations per row instead of 10 D F, and gradients are as sparse. Activations search for non-zeros on a CPU
+only: on a GPU the host would wait for their count.
 
 Shapes: B rows, n entries, D = d_in, F = d_sae, K = k, C columns of a right side, L prefixes.
 """
@@ -48,7 +48,7 @@ class Codes:
         return self.values
 
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        """Some distinct rows of the matrix, (m, F)."""
+        """Distinct rows of the matrix, (m, F)."""
         return self.values[numbers]
 
     def times(self, right: Tensor) -> Tensor:
@@ -72,14 +72,13 @@ class Codes:
         return self._block_transposed_times(right.flip(1).cumsum(1).flip(1), prefixes)
 
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """`times` by each block of latents, which end before `ends`, (B, L, C)."""
+        """`times` by each block of latents that ends before one of `ends`, (B, L, C)."""
         blocks = pairwise((0, *ends))
         return torch.stack(
             [self.values[:, begin:end] @ right[begin:end] for begin, end in blocks], 1
         )
 
     def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """`transposed_times` with one right side per block, (F, C), for (B, L, C)."""
         blocks = zip(pairwise((0, *ends)), right.unbind(1), strict=True)
         return torch.cat([self.values[:, begin:end].T @ part for (begin, end), part in blocks])
 
@@ -106,14 +105,14 @@ class Codes:
         return replace(self, values=values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The codes under an elementwise function that takes 0 to 0."""
+        """An elementwise function that takes 0 to 0."""
         return self.with_values(function(self.values))
 
     def detach(self) -> Self:
         return self.map(Tensor.detach)
 
     def count(self) -> Tensor:
-        """The number of non-zero codes, a scalar."""
+        """Non-zero codes, a scalar."""
         return self.values.count_nonzero()
 
     def latent_counts(self) -> Tensor:
@@ -129,7 +128,7 @@ class Codes:
         return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in blocks]).long()
 
     def fired(self) -> Tensor:
-        """Which latents fire on any row, a mask, (F,)."""
+        """Latents that fire on any row, a mask, (F,)."""
         return self.latent_counts() > 0
 
     def l1(self) -> Tensor:
@@ -227,7 +226,7 @@ class SparseCodes(Codes):
 
     @property
     def _sizes(self) -> Tensor:
-        """Number of entries of each row, (B,)."""
+        """Entries per row, (B,)."""
         return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
 
     def _sizes_on_cpu(self) -> Tensor:
@@ -237,7 +236,6 @@ class SparseCodes(Codes):
 
     @cached_property
     def _transposed(self) -> "SparseCodes":
-        """The matrix transposed, (F, B)."""
         latents, order = self.indices.sort(stable=True)
         offsets = offsets_of(latents, self.width)
         return SparseCodes(self.values[order], offsets, self.rows[order], len(self.offsets))
@@ -268,12 +266,12 @@ class SparseCodes(Codes):
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
-    """The first entry of each bag, given each entry's bag, (n,), ascending."""
+    """First entry of each bag, given each entry's bag, (n,), ascending."""
     return torch.searchsorted(bags, torch.arange(count, device=bags.device))
 
 
 def in_cache(values: Tensor) -> tuple[Tensor, ...]:
-    """A matrix in blocks of rows that fit a CPU core's cache."""
+    """Blocks of rows that fit a CPU core's cache."""
     rows = CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)
     return values.split(max(1, rows))
 
@@ -300,7 +298,7 @@ def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tenso
 
 
 def joined(blocks: Sequence[Codes]) -> Codes:
-    """Several batches as one; sparse if all are."""
+    """Batches as one; sparse if all are."""
     sparse = [block for block in blocks if isinstance(block, SparseCodes)]
     if len(sparse) < len(blocks):
         return Codes(torch.cat([block.dense() for block in blocks]))
@@ -341,7 +339,7 @@ def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> N
 
 
 def _within_rows(sizes: Tensor, entries: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """The numbers of both entries of each pair, (pairs,)."""
+    """Both entries of each pair, (pairs,)."""
     firsts = sizes.cumsum(0) - sizes  # (B,)
     first_of_own_row = firsts.repeat_interleave(sizes, output_size=entries)  # (n,)
     numbers = torch.arange(entries, device=sizes.device)
@@ -373,7 +371,7 @@ class _Taken(torch.autograd.Function):
 def at(
     pre: Tensor, indices: Tensor, function: Callable[[Tensor], Tensor] = lambda values: values
 ) -> Codes:
-    """Codes of some distinct latents of each row, (B, K): a function of their pre-activations, (B, K)."""
+    """Codes of distinct latents of each row, (B, K): a function of their pre-activations, (B, K)."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
         values = function(pre.gather(1, indices))
@@ -396,7 +394,7 @@ def largest(pre: Tensor, count: int) -> Codes:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Ascending places of the `count` largest of some numbers, (n,)."""
+    """Ascending places of the `count` largest numbers, (n,)."""
     if values.device.type == "cpu" and count:  # NumPy's partition takes a fifth of topk's time
         numbers = values.to(torch.promote_types(values.dtype, torch.float32)).numpy()
         entries = np.flatnonzero(numbers >= np.partition(numbers, -count)[-count])
@@ -412,7 +410,7 @@ def where(pre: Tensor, active: Tensor) -> Codes:
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:
-    """Like `where`, but all of `pre` if many entries are kept, for activations that zero the others."""
+    """`where`, but all of `pre` if many entries are kept, for activations that zero the others."""
     few = few_entries(active)
     return Codes(pre) if few is None else _at_ascending(pre, few)
 
@@ -422,9 +420,35 @@ def _at_ascending(pre: Tensor, entries: Tensor) -> SparseCodes:
     return SparseCodes(_Taken.apply(pre, rows, indices), offsets, indices, pre.shape[1])
 
 
+class PreActivations(torch.autograd.Function):
+    """`x W_enc + b_enc`, (B, F); multiplies a sparse gradient as sparse codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
+        ctx.save_for_backward(x, W_enc)
+        return torch.addmm(b_enc, x, W_enc)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, W_enc = ctx.saved_tensors
+        to_x, to_W_enc, to_b_enc = ctx.needs_input_grad
+        if gradient.layout == torch.strided:
+            codes = Codes(gradient)
+        else:
+            rows, columns = gradient._indices()
+            offsets = offsets_of(rows, len(gradient))
+            codes = SparseCodes(gradient._values(), offsets, columns, gradient.shape[1])
+        return (
+            codes.times(W_enc.T) if to_x else None,
+            codes.transposed_times(x).T if to_W_enc else None,
+            codes.sums() if to_b_enc else None,
+        )
+
+
 class Gate(torch.autograd.Function):
-    """`pre * H(pre - threshold)`, with straight-through gradients (see `JumpRelu`) of the threshold and, if `to_pre`,
-    of the pre-activation in the step."""
+    """`pre * H(pre - threshold)`, with straight-through gradients of the threshold and, if `to_pre`, of the step's
+    pre-activation."""
 
     @staticmethod
     def forward(
@@ -457,5 +481,5 @@ class Heaviside(torch.autograd.Function):
 
 
 def _kernel(pre: Tensor, threshold: Tensor, width: Tensor | float) -> Tensor:
-    """The derivative of the step: 1 / width where `|pre - threshold| < width / 2`, else 0."""
+    """The step's derivative: 1 / width where `|pre - threshold| < width / 2`, else 0."""
     return torch.where((pre - threshold).abs() < width / 2, 1 / torch.as_tensor(width).to(pre), 0.0)

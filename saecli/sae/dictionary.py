@@ -2,8 +2,8 @@
 
     z = act(x @ W_enc + b_enc)        y_hat = z @ W_dec + b_dec  [+ x @ W_skip]
 
-The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
-used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`. A dictionary is
+The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec; `Coupled` derives it
+from W_enc in training. To add a kind, subclass `Dictionary` and write its `decoder`. A dictionary is
 
 - a transcoder if its targets y are not its rows x: Dunefsky, Chlenski and Nanda, "Transcoders Find Interpretable LLM
   Feature Circuits" (2024); with a skip Paulo, Shabalin and Belrose, "Transcoders Beat Sparse Autoencoders for
@@ -19,20 +19,18 @@ Shapes: B rows, b in this process, D = d_in, E = d_out, F = d_sae, L prefixes; o
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter
 
 from ..base.devices import without_autocast
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
-from .codes import Codes, Prefixes, SparseCodes, offsets_of
-from .normalisation import Normalisation
+from .codes import Codes, PreActivations, Prefixes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +51,7 @@ class Batch:
         size: int | None = None,
         index: Tensor | None = None,
     ) -> Self:
-        """Rows to reconstruct, (b, D), or if wider than `d_in`, with targets, (b, D + E); whole without a size."""
+        """Rows to reconstruct, (b, D), or if wider than `d_in` with targets, (b, D + E); whole without a size."""
         size = len(rows) if size is None else size
         if d_in is None or rows.shape[1] == d_in:
             return cls(rows, rows, size, index)
@@ -72,7 +70,7 @@ class Batch:
 
     @property
     def numbers(self) -> Tensor:
-        """Positions of this process' rows in the batch, (b,), on the CPU."""
+        """Positions in the batch, (b,), on the CPU."""
         return torch.arange(self.size) if self.index is None else self.index
 
     def first(self, count: int) -> "Batch":
@@ -83,46 +81,66 @@ class Batch:
         return Batch(x, y, count, None if self.index is None else self.index[:here])
 
 
+@dataclass(frozen=True, eq=False)
+class Normalisation:
+    """The metric of an SAE's training, `(x - mean) / scale`, of rows with their targets next to them.
+
+    On raw rows, whose weights hold the scales, it is about 0: `(y_hat - y) / target_scale` are the errors that training
+    minimised, and `W_dec / target_scale` its directions.
+    """
+
+    mean: Tensor  # (D + E,), as scale; in training (D,) if the targets are the rows
+    scale: Tensor
+    variance: Tensor  # mean squared distance of normalised training targets from their mean; NaN if unknown
+    d_in: int
+    kept: Tensor | None = None  # scale of the SAE's metric, (D + E,), if not this
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
+
+    def to(self, where: torch.device | torch.dtype) -> "Normalisation":
+        parts = {name: tensor.to(where) for name, tensor in self.tensors().items()}
+        return Normalisation(**parts, d_in=self.d_in, kept=self.kept)
+
+    def inverse(self) -> "Normalisation":
+        return replace(self, mean=-self.mean / self.scale, scale=1 / self.scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalised rows, (B, D) or (B, D + E), a new tensor."""
+        width = x.shape[1]
+        return (x - self.mean[:width]) / self.scale[:width]
+
+    def of_sae(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean and scale of rows, (D,), and of targets, (E,)."""
+        D = self.d_in
+        targets = slice(D, None) if len(self.mean) > D else slice(None)
+        return self.mean[:D], self.scale[:D], self.mean[targets], self.scale[targets]
+
+    @property
+    def target_scale(self) -> Tensor:
+        return self.of_sae()[3]
+
+    @property
+    def metric(self) -> str:
+        """For tables: "training", or "raw" if FVU and cosines are raw targets'."""
+        low, high = self.target_scale.aminmax()
+        return "raw" if high == low else "training"
+
+
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a batch, or this process' part, which sum to it."""
+    """A batch's loss, or this process' part of the sum."""
 
     value: Tensor  # squared error, averaged over prefixes, plus weighted penalty; mean over rows
     squared_error: Tensor  # mean over rows of `||y_hat - y||^2`, by all latents
     codes: Codes  # of this process' rows, (b, F)
 
 
-class PreActivations(torch.autograd.Function):
-    """`x W_enc + b_enc`, (B, F); multiplies a sparse gradient as sparse codes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
-        ctx.save_for_backward(x, W_enc)
-        return torch.addmm(b_enc, x, W_enc)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, W_enc = ctx.saved_tensors
-        to_x, to_W_enc, to_b_enc = ctx.needs_input_grad
-        if gradient.layout == torch.strided:
-            codes = Codes(gradient)
-        else:
-            rows, columns = gradient._indices()
-            offsets = offsets_of(rows, len(gradient))
-            codes = SparseCodes(gradient._values(), offsets, columns, gradient.shape[1])
-        return (
-            codes.times(W_enc.T) if to_x else None,
-            codes.transposed_times(x).T if to_W_enc else None,
-            codes.sums() if to_b_enc else None,
-        )
-
-
 class Dictionary(Module, ABC):
     """Encoder, activation and decoder bias; subclasses define W_dec. Parameters are frozen until `requires_grad_`.
 
-    Some have `prefixes`, the numbers of latents of a nested one, ascending, the last being F; `W_skip`, a transcoder's
-    affine skip, (D, E); or `widths`, of a crosscoder's hook points in the order of the targets.
+    Some have `prefixes`, see `Prefixes`; `W_skip`, an affine skip, (D, E); or `widths` of hook points, in the order of
+    the targets.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
@@ -141,7 +159,7 @@ class Dictionary(Module, ABC):
         prefixes: Prefixes = (),
         widths: Sequence[int] = (),
     ) -> None:
-        """`tensors`: all parameters by name, W_skip being None without a skip; `learned`: names of the activation's."""
+        """`tensors`: all parameters by name, W_skip None without a skip; `learned`: names of the activation's."""
         super().__init__()
         self.activation = activation
         self.prefixes = tuple(prefixes)
@@ -154,7 +172,7 @@ class Dictionary(Module, ABC):
 
     @abstractmethod
     def decoder(self) -> Tensor:
-        """W_dec, one dictionary vector per row, (F, E); differentiable in the parameters."""
+        """W_dec, (F, E), differentiable in the parameters."""
 
     @property
     def d_in(self) -> int:
@@ -170,13 +188,13 @@ class Dictionary(Module, ABC):
 
     @property
     def hook_columns(self) -> list[slice]:
-        """The columns of each hook point in the targets."""
+        """Columns of each hook point in the targets."""
         ends = accumulate(self.widths or (self.d_out,), initial=0)
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
     @property
     def normalisation(self) -> Normalisation:
-        """The metric of its training; if unknown raw rows'."""
+        """The metric of its training; raw rows' if unknown."""
         ones = self.b_dec.new_ones(self.d_in + self.d_out)
         scale = ones if self.scale is None else self.scale
         return Normalisation(torch.zeros_like(ones), scale, torch.tensor(torch.nan), self.d_in)
@@ -194,11 +212,11 @@ class Dictionary(Module, ABC):
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """Names of the activation's and its penalty's parameters that have no gradient."""
+        """Names of the activation's and penalty's parameters without gradient."""
         return tuple(name for name in self._learned if name not in self.activation.trained)
 
     def latent_dimension(self, name: str) -> int | None:
-        """The dimension of a parameter that counts latents, if any."""
+        """The dimension that counts latents, if any."""
         if name in self._learned:
             return 0 if getattr(self, name).shape == (self.d_sae,) else None
         return self.LATENT_DIMENSIONS.get(name)
@@ -208,11 +226,11 @@ class Dictionary(Module, ABC):
         return PreActivations.apply(x, self.W_enc, self.b_enc)
 
     def codes(self, x: Tensor) -> Codes:
-        """The codes of rows, (B, D), in its dtype and on its device; `encode` takes others."""
+        """The codes of rows, (B, D), in its dtype and on its device."""
         return self.activated(self.pre_activations(x))
 
     def activated(self, pre: Tensor, training: bool = False) -> Codes:
-        """The codes of pre-activations, (B, F); of a training batch, they may depend on all of it."""
+        """The codes of pre-activations, (B, F); a training batch's may depend on all of it."""
         function = self.activation.training_codes if training else self.activation
         return function(pre, self.activation_parameters | {"W_enc": self.W_enc})
 
@@ -232,9 +250,8 @@ class Dictionary(Module, ABC):
         return self.b_dec if self.W_skip is None else torch.addmm(self.b_dec, x, self.W_skip)
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, and of the activation's `gates` the same
-        error, differentiable in the parameters; `sparsity` names the penalty. The batch may be empty in this process.
-        """
+        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, plus the same error of the activation's
+        `gates`; `sparsity` names the penalty. The batch may be empty in this process."""
         pre, parameters = self.pre_activations(batch.x), self.activation_parameters
         codes = self.activated(pre, training=True)
         gates = self.activation.gates(codes, parameters)
@@ -255,13 +272,13 @@ class Dictionary(Module, ABC):
 
     @without_autocast
     def encode(self, x: Tensor) -> Tensor:
-        """The codes, (..., F), in its dtype, of raw activations, (..., D), of any floating dtype, on its device."""
+        """The codes, (..., F), of raw activations, (..., D), of any floating dtype, on its device."""
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
 
     @without_autocast
     def decode(self, z: Tensor, x: Tensor | None = None) -> Tensor:
-        """The predictions, (..., E), of codes, (..., F); a skip's part is left out unless `x`, (..., D), is given."""
+        """The predictions, (..., E), of codes, (..., F); without a skip's part unless `x`, (..., D), is given."""
         base = self.b_dec if x is None else self._base(self._rows("decode", x, self.d_in))
         y_hat = torch.addmm(base, self._rows("decode", z, self.d_sae), self.decoder())
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
@@ -273,7 +290,7 @@ class Dictionary(Module, ABC):
         return self.predicted(rows, self.codes(rows))[:, -1].reshape(*x.shape[:-1], self.d_out)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters of an `SAE` by name, detached; W_skip only if it has one."""
+        """An `SAE`'s parameters by name, detached; W_skip if it has one."""
         skip = [] if self.W_skip is None else ["W_skip"]
         tensors = {"W_enc": self.W_enc, "b_enc": self.b_enc, "W_dec": self.decoder()}
         tensors |= {name: getattr(self, name) for name in ("b_dec", *self._learned, *skip)}
@@ -290,19 +307,20 @@ class Dictionary(Module, ABC):
     def _sae_of(
         self, tensors: Mapping[str, Tensor], activation: Activation, learned: Iterable[str]
     ) -> "SAE":
-        W_enc, b_enc, W_dec, b_dec = (
-            tensors[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec")
+        weights = ("W_enc", "b_enc", "W_dec", "b_dec", "W_skip")
+        sae = SAE(
+            **{name: tensors[name] for name in weights if name in tensors},
+            activation=activation,
+            activation_parameters={name: tensors[name] for name in learned},
+            prefixes=self.prefixes,
+            widths=self.widths,
         )
-        parameters = {name: tensors[name] for name in learned}
-        parts: dict[str, Any] = {"prefixes": self.prefixes, "widths": self.widths}
-        skip = tensors.get("W_skip")
-        sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, parameters, W_skip=skip, **parts)
-        sae.scale = None if self.scale is None else self.scale.to(W_enc)
+        sae.scale = None if self.scale is None else self.scale.to(sae.W_enc)
         return sae
 
     @property
     def k(self) -> int | None:
-        """The activation's k; None for one without."""
+        """The activation's k, if any."""
         return self.activation.k if isinstance(self.activation, KeepsK) else None
 
     def __repr__(self) -> str:
@@ -325,10 +343,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder, transcoder or crosscoder on raw activations.
-
-    `metadata` has the settings of its run and its hook point, as far as known.
-    """
+    """A sparse autoencoder, transcoder or crosscoder on raw activations; `metadata`: known settings and hook point."""
 
     W_dec: Tensor  # (F, E)
 
@@ -372,14 +387,14 @@ class SAE(Dictionary):
         return self.W_dec
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> "SAE":
-        """The same with other tensors, or with an activation: it then has the parameters of use, not of training."""
+        """A copy with other tensors, or with an activation and the parameters of its use, without those of training."""
         learned = self._learned if activation is None else activation.parameters(1)
         sae = self._sae_of(self.tensors() | tensors, activation or self.activation, learned)
         sae.metadata = self.metadata
         return sae
 
     def with_widths(self, widths: Sequence[int]) -> "SAE":
-        """The same as a crosscoder of hook points of these widths."""
+        """A crosscoder of hook points of these widths."""
         sae = self.changed()
         sae.widths = tuple(widths)
         return sae
@@ -388,14 +403,14 @@ class SAE(Dictionary):
         return self.changed(self.activation)
 
     def copy_to(self, *where: torch.device | torch.dtype | str) -> "SAE":
-        """A copy on another device or in another dtype, row-major as from a file, for equal last bits."""
+        """A copy on another device or in another dtype, row-major as from a file: the same last bits."""
         tensors = self.tensors()
         for to in where:
             tensors = {name: tensor.to(to) for name, tensor in tensors.items()}
         return self.changed(None, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def on_raw_rows(self, normalisation: Normalisation) -> "SAE":
-        """Fold in a normalisation: the same codes of raw rows, and predictions `target_scale * y_hat + target_mean`."""
+        """The same codes of raw rows, and predictions `target_scale * y_hat + target_mean`."""
         mean, scale, target_mean, target_scale = (
             part.to(self.W_enc) for part in normalisation.of_sae()
         )
@@ -418,8 +433,8 @@ class SAE(Dictionary):
 class Coupled(Dictionary):
     """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' B + Delta`.
 
-    B, (D, E), is the linear regression of targets on rows, None for the identity. With c = 1 and no Delta, (F, E), the
-    weights are tied. Descent on the encoder holds Delta.
+    B, (D, E), is the regression of targets on rows, None for the identity. With c = 1 and no Delta, (F, E), weights are
+    tied. Descent on the encoder holds Delta.
     """
 
     Delta: Tensor | None
@@ -444,7 +459,7 @@ class Coupled(Dictionary):
 
     @torch.no_grad()
     def untie(self) -> None:
-        """Make Delta the whole decoder, with c = 0, also after each `set_decoder`."""
+        """Make Delta the whole decoder, c = 0, also after each `set_decoder`."""
         assert self.Delta is not None  # tied weights, without a residual, are never untied
         self.Delta.data = self.decoder().contiguous()
         self.c = 0.0
@@ -454,7 +469,7 @@ class Coupled(Dictionary):
     def set_decoder(
         self, c: float, Delta: Tensor, b_dec: Tensor, skip: Tensor | None = None
     ) -> None:
-        """Take `W_dec = c W_enc' B + Delta`, (F, E), b_dec, (E,), and W_skip, (D, E), e.g. a decoder step's optimum."""
+        """Take a decoder step's c, Delta, (F, E), b_dec, (E,), and W_skip, (D, E)."""
         assert self.Delta is not None
         if self.untied:
             self.Delta.copy_(torch.add(Delta, self.direction(), alpha=c))

@@ -1,6 +1,6 @@
 """SAEs on the Hugging Face hub: addresses, fetching into its client's cache, uploading, and the client's errors.
 
-The client takes a while to import, and most commands do not need it: each function imports what it uses.
+Importing the client is slow: each function imports what it uses.
 """
 
 import glob
@@ -40,8 +40,8 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or the URL of its page on
-        the hub; HubError for other URLs."""
+        """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or its page's URL;
+        HubError for other URLs."""
         if "://" in text and not text.startswith("hf://"):
             return cls._of_page(text)
         path = _PATH.fullmatch(text)
@@ -69,8 +69,7 @@ class Address:
 
 
 def fetch(address: Address, listener: Listener) -> tuple[str, Path]:
-    """Fetch the SAE at an address, or without a network take it from the cache: its own address, and its folder there,
-    or its file of several layers'. Unchanged files are not fetched again.
+    """Fetch an SAE's new files, or without a network take it from the cache: its own address, and its folder or file.
 
     The address is a folder that holds an SAE, or has exactly one such folder below it; or one of several layers' files.
     """
@@ -102,7 +101,7 @@ def fetch(address: Address, listener: Listener) -> tuple[str, Path]:
 
 
 def _cached(address: Address) -> Path | None:
-    """The client's snapshot of a repository, without asking the hub; None if it has none."""
+    """The cached snapshot of a repository, if any, without asking the hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -116,7 +115,7 @@ def _cached(address: Address) -> Path | None:
 def _choose(
     address: Address, names: Sequence[str], listener: Listener
 ) -> tuple[Address, list[str]]:
-    """Address and files of the SAE at an address, among a repository's files."""
+    """The SAE's own address and its files, among a repository's."""
     wanted = PurePosixPath(address.folder)
     folder = wanted.parent if address.folder in names else wanted
     paths = [path for path in map(PurePosixPath, names) if path.is_relative_to(folder)]
@@ -140,7 +139,7 @@ def _choose(
 
 
 def demand_writable(address: Address, private: bool) -> None:
-    """HubError or ConfigError for a repository that the user may not write to or create."""
+    """HubError or ConfigError unless the user may write to or create the repository."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -157,10 +156,9 @@ def demand_writable(address: Address, private: bool) -> None:
 
 
 def upload(folder: Path, address: Address, private: bool) -> str:
-    """Upload a local folder to the root of a repository, created if missing; returns the commit's URL.
+    """Upload a folder to the root of a repository, created if missing; returns the commit's URL.
 
-    A README.md at the root stays if the repository has one. The same commit removes files of other formats at the
-    address: a reader might take those.
+    A README.md there stays. The same commit removes files of other formats at the address: a reader might take those.
     """
     from huggingface_hub import HfApi
 
@@ -186,8 +184,8 @@ def upload(folder: Path, address: Address, private: bool) -> str:
 
 @contextmanager
 def hub_errors(address: Address) -> Iterator[None]:
-    """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal. A hub that does not
-    answer is one at once: the client would ask again and again, for minutes."""
+    """Turn the client's exceptions into a HubError, at once if the hub does not answer, which the client asks for
+    minutes; draw its progress bars only on a terminal."""
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import (
         are_progress_bars_disabled,

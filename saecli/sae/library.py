@@ -1,29 +1,29 @@
-"""The SAE that a user names: an SAE in memory, a run, a folder, or an address on the Hugging Face hub.
+"""The SAE that a user names: in memory, a run, a folder, an address on the Hugging Face hub, or SAELens' release/id.
 
-A run folder holds `run.json` (`run_documents.RunDocument`), `config.toml`, `metrics.jsonl`, and from the first
-checkpoint on `sae.safetensors`.
+A run folder holds `run.json`, `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..base.console import Listener
-from ..base.errors import ConfigError, HubError, RunError
+from ..base.errors import ConfigError, FormatError, HubError, RunError
 from ..base.files import expanded
 from ..base.home import RUN_MARKER, Home
-from ..base.words import unknown_choice
+from ..base.words import did_you_mean, unknown_choice
 from ..store.joined import Joined
 from ..store.origin import Origin
 from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
-from .hub import Address, fetch
-from .registry import registered, registry_hint
+from .hub import NAME, Address, fetch
 from .run_documents import read_run
 
 # An SAE, a run's name or anything that `model.saes.load_sae` takes; None for the newest run.
@@ -62,7 +62,7 @@ class Subject:
 
 
 def note_if_remade(subject: Subject, stores: Joined, listener: Listener) -> None:
-    """Say so if stores have the names of those that an SAE was trained on, and are others."""
+    """Warn of stores that have the names of those that an SAE was trained on, and are others."""
     has_their_names = (subject.data, *subject.beside, subject.target) == (
         *(store.reference for store in stores.inputs),
         stores.target and stores.target.reference,
@@ -95,7 +95,6 @@ def save_sae(
 
 
 def _in_memory(sae: SAE) -> SavedSAE:
-    """An SAE with what its `metadata` records."""
     try:
         origin = Origin.from_json(sae.metadata)
     except ValueError as error:
@@ -121,7 +120,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def read_sae(
     home: Home, sae: SAELike, listener: Listener, fold: formats.Fold
 ) -> tuple[Subject, SavedSAE]:
-    """As `model.saes.open_sae`, which hands in what brings an SAE onto the rows of a model's site."""
+    """As `model.saes.open_sae`, which passes its own `fold`."""
     if isinstance(sae, SAE):
         saved = _in_memory(sae.copy_to(sae.W_enc.device))
         return _known(home, Subject("sae"), saved.origin), saved
@@ -144,7 +143,7 @@ def read_sae(
 
 
 def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
-    """The name by which an SAE is opened again from any working folder."""
+    """A name that opens an SAE again from any working folder."""
     if isinstance(sae, SAE) or str(sae) in home.runs:
         return subject.name
     folder = expanded(sae)
@@ -153,7 +152,7 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
 
 
 def find_subject(home: Home, text: str | None, listener: Listener) -> Subject:
-    """The SAE that a user names, as of `model.saes.load_sae`; with `hf://` only an address on the hub."""
+    """The SAE that a name of `model.saes.load_sae` means; after `hf://` only one on the hub."""
     if text is None or text in home.runs:
         folder = home.runs.find(text)
         return _run(folder, folder.name)
@@ -206,7 +205,7 @@ def _run(folder: Path, name: str) -> Subject:
 
 
 def _known(home: Home, subject: Subject, origin: Origin) -> Subject:
-    """The subject with the stores and the split of an SAE's origin, if the stores are there."""
+    """The subject with the stores and split of an origin whose stores are there."""
     names = [name for name in (origin.data, origin.target, *origin.beside) if name is not None]
     if origin.data is None or not all(name in home.stores or Path(name).is_dir() for name in names):
         return subject
@@ -219,3 +218,56 @@ def _known(home: Home, subject: Subject, origin: Origin) -> Subject:
         split_seed=origin.split_seed or 0,
         fraction=1.0 if origin.fraction is None else origin.fraction,
     )
+
+
+class Registered(NamedTuple):
+    """An SAE in SAELens' registry, and what its file may lack, see `formats.SavedSAE`."""
+
+    address: Address
+    row_scale: float | None
+    processing: dict[str, Any]
+
+
+def registered(text: str) -> Registered | None:
+    """The installed SAELens' SAE by release/id; FormatError if it cannot be expressed here."""
+    name, _, wanted = text.partition("/")
+    release = _release(name)
+    entries = [entry for entry in release.get("saes", ()) if entry["id"] == wanted]
+    if not entries:
+        return None
+    overrides = release.get("config_overrides") or {}
+    scaling = overrides.get("normalize_activations", "none")
+    if scaling != "none":
+        raise FormatError(
+            f"{text} cannot be expressed here: each row is scaled by its own norm ({scaling}); use SAELens"
+        )
+    return Registered(
+        Address(release["repo_id"], str(entries[0]["path"])),
+        entries[0].get("norm_scaling_factor"),
+        overrides.get("model_from_pretrained_kwargs") or {},
+    )
+
+
+def registry_hint(text: str) -> str:
+    """What SAELens' registry has instead of an unknown SAE, or what to install."""
+    name, _, wanted = text.partition("/")
+    ids = [entry["id"] for entry in _release(name).get("saes", ())]
+    if ids:
+        question = did_you_mean(wanted, ids) or f"its first is {ids[0]}"
+        return f"; SAELens' release {name} has {len(ids):,} SAEs, and is named as {name}/ID: {question}"
+    if "/" in text and find_spec("sae_lens") is None:
+        return "; for a release and id of SAELens, install sae-lens or name its place on the hub"
+    return ""
+
+
+def _release(name: str) -> dict[str, Any]:
+    """A release in the registry, else empty; found in the text: parsing it all, or importing SAELens, takes seconds."""
+    spec = find_spec("sae_lens")
+    if spec is None or spec.origin is None or not re.fullmatch(NAME, name):
+        return {}
+    import yaml  # takes 20 ms to import, and most names are no release's
+
+    path = Path(spec.origin).with_name("pretrained_saes.yaml")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    block = re.search(rf"^{re.escape(name)}:\n((?:[ -].*\n?)*)", text, re.MULTILINE)
+    return yaml.load(block[1], getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if block else {}

@@ -1,7 +1,7 @@
-"""How well an SAE reconstructs, and how often its latents fire, accumulated over batches of rows.
+"""Reconstruction by an SAE and firing of its latents, accumulated over batches of rows in constant memory.
 
-An accumulator takes any number of batches in constant memory. Sums are float64 and stay on the batches' device:
-nothing synchronises with it until `result`. A latent fires on a row if its code is not zero.
+Sums are float64 on the batches' device: nothing synchronises with it until `result`. A latent fires on a row if its
+code is not zero.
 Shapes: B rows, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
@@ -29,8 +29,8 @@ DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows co
 class _Variance:
     """The scatter of rows about their mean, and the squared error of their reconstructions.
 
-    Scatters are merged batch by batch about the running mean (Chan, Golub and LeVeque, "Updating Formulae and a
-    Pairwise Algorithm for Computing Sample Variances", 1979), precise also for a large mean.
+    Scatters are merged about the running mean (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances", 1979), precise also for a large mean.
     """
 
     def __init__(self, d_out: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class _Variance:
         return float(self.sums[1] / self.sums[0])
 
     def update(self, x: Tensor, errors: Tensor, taken: Tensor) -> None:
-        """Take rows, (B, E), and their squared errors, (B,), in float64, where `taken`, (B,), is 1, else 0."""
+        """Rows, (B, E), and squared errors, (B,), float64, where `taken`, (B,), is 1, else 0."""
         count = taken.sum()
         total = self.rows + count
         mean = taken @ x / count.clamp(min=1)
@@ -91,7 +91,7 @@ class Reconstruction:
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
-        """Takes rows and reconstructions, (B, E), codes, (B, F), and reconstructions by prefix, (B, L, E)."""
+        """Rows and reconstructions, (B, E), codes, (B, F), and reconstructions by prefix, (B, L, E)."""
         if not len(x):
             return
         self.rows += len(x)
@@ -116,9 +116,8 @@ class Reconstruction:
     def all_reduce(self, communicator: Communicator) -> None:
         if communicator.world_size == 1:
             return
-        self._all.all_reduce(communicator)
-        self._ordinary.all_reduce(communicator)
-        self._scaled.all_reduce(communicator)
+        for variance in (self._all, self._ordinary, self._scaled):
+            variance.all_reduce(communicator)
         self.rows = int(self._all.rows)
         communicator.all_reduce(self._sums)
         communicator.all_reduce(self._nested)
@@ -127,12 +126,11 @@ class Reconstruction:
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far; ConfigError if there are none.
 
-        `mse` is a mean over rows and dimensions; `fvu` is infinite or NaN if the rows do not vary; `cosine` is 0 for a
-        row if it or its reconstruction is zero; `l0` and `l1` are means over rows; `silent_fraction` counts latents
-        that fire on no row, on training rows the dead ones; `prefixes`, of a nested SAE, have `latents`, `l0`, `fvu`.
-        All are of raw rows, but `metric_fvu`, the FVU of rows divided by the scale: in the metric of training.
-        Where massive rows are kept apart also `massive_rows`, their number, `massive_variance`, the fraction of the
-        variance that they hold, and `ordinary_fvu`, the FVU of the others.
+        All are of raw rows, but `metric_fvu`, the FVU of rows divided by the scale. `mse` is a mean over rows and
+        dimensions; `fvu` is infinite or NaN if rows do not vary; `cosine` is 0 where a row or its reconstruction is;
+        `l0` and `l1` are means over rows; `silent_fraction` counts latents that fire on no row; `prefixes`, of a nested
+        SAE, have `latents`, `l0`, `fvu`. With `massive` also `massive_rows`, `massive_variance`, their fraction of the
+        variance, and `ordinary_fvu`, the FVU of the others.
         """
         _demand_rows(self.rows)
         l0s, fvus = self._nested[1] / self.rows, self._nested[0] / self._all.sums[0]
@@ -174,8 +172,7 @@ def reconstruction(
     watch: Watch | None = None,
     massive: Massive | None = None,
 ) -> dict[str, Any]:
-    """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E); `watch` receives
-    the codes of each batch, `massive` its rows, or targets."""
+    """`Reconstruction.result` over batches of rows, (B, D), a transcoder's with targets, (B, D + E)."""
     return reconstructions([sae], batches, watch=watch, massive=massive)[0]
 
 
@@ -227,7 +224,7 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
 
 
 class Firing:
-    """How often each latent fires, and how many per row; keeps the codes of the first `keep` rows."""
+    """How often each latent fires, and how many per row; the codes of the first `keep` rows."""
 
     def __init__(self, d_sae: int, keep: int = 0, device: torch.device = CPU) -> None:
         self.rows = 0
@@ -247,24 +244,23 @@ class Firing:
 
     @property
     def l0_histogram(self) -> Tensor:
-        """Rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU, as the other two."""
+        """Rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
         return self._histogram.cpu()
 
     @property
     def frequency(self) -> Tensor:
-        """Fraction of rows on which each latent fires, (F,), float64."""
+        """Fraction of rows on which each latent fires, (F,), float64, on the CPU."""
         return self._counts.cpu().double() / max(self.rows, 1)
 
     @property
     def patterns(self) -> Tensor:
-        """The codes of the first rows."""
         return torch.cat(self._kept) if self._kept else torch.zeros(0, len(self._counts))
 
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far; ConfigError if there are none.
 
-        `l0` is a mean over rows, `l0_std` its standard deviation over these rows, not an estimate for others; `density`
-        is `l0 / d_sae`; `silent` counts latents that fire on no row, `dense` on more than a tenth of them.
+        `l0` and `l0_std` are mean and standard deviation over these rows; `density` is `l0 / d_sae`; `silent` counts
+        latents that fire on no row, `dense` on more than a tenth.
         """
         _demand_rows(self.rows)
         fractions = self.l0_histogram.double() / self.rows  # (F + 1,)
@@ -284,7 +280,6 @@ class Firing:
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """`Firing` over batches of rows, (B, D); one pass."""
     firings = Firing(sae.d_sae, keep, sae.W_enc.device)
     for x in batches:
         firings.update(sae.codes(x))

@@ -1,4 +1,4 @@
-"""`run.json`, as far as it describes a run's SAE."""
+"""`run.json`, as far as it describes an SAE; without NumPy or torch."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,6 @@ class Named:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training settings that determine an SAE's data and width."""
-
     split_seed: Annotated[int, Ge(0)]
     fraction: NonzeroFraction
     d_sae: Annotated[int, Ge(1)] | None = None
@@ -33,8 +31,6 @@ class Result:
 
 @dataclass(frozen=True)
 class RunDocument(Marker):
-    """The entries of a `run.json` that describe the run's SAE."""
-
     data: str  # name of the (first) store
     training: Trained
     solver: Named
@@ -48,7 +44,7 @@ class RunDocument(Marker):
 
 
 def read_run(path: Path) -> RunDocument:
-    """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
+    """RunError for a document that is not as `sae train` writes it, or of a newer version."""
     try:
         text = path.read_bytes()
         demand_version(text, RUN_VERSION)

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..base.devices import batches_on, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
-from ..sae.dictionary import SAE, Batch
-from ..sae.normalisation import Normalisation
+from ..sae.dictionary import SAE, Batch, Normalisation
 from ..store.reader import RowSource
 from ..store.split import WHOLE, Part
 from ..store.values import Spread

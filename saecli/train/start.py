@@ -20,9 +20,8 @@ from ..base.files import to_json
 from ..base.home import Home
 from ..model.saes import open_sae
 from ..sae.activations import Activation, LearnsThresholds, activation_to_json
-from ..sae.dictionary import SAE, Batch
+from ..sae.dictionary import SAE, Batch, Normalisation
 from ..sae.library import lasting_name
-from ..sae.normalisation import Normalisation
 from ..store.joined import Joined
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, TrainingConfig

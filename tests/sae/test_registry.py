@@ -25,8 +25,7 @@ from saecli.base.home import Home
 from saecli.sae.activations import ReluTopK
 from saecli.sae.formats import SavedSAE, save
 from saecli.sae.hub import Address
-from saecli.sae.library import Subject, find_subject, lasting_name
-from saecli.sae.registry import registered
+from saecli.sae.library import Subject, find_subject, lasting_name, registered
 
 X = torch.from_numpy(ROWS).float()
 SCOPE, SCOPE_2, LLAMA, LEARNING = (

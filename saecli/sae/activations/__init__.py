@@ -1,9 +1,7 @@
 """Activations, which map pre-activations to codes.
 
-An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
-the penalties that it offers. To add one, write its class and add it to `KINDS`.
-
-    base.py    Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, TargetL0
+An activation is a configuration, whose fields are its options, with its parameters, gradient and penalties. To add one,
+write its class and add it to `KINDS`; base.py has the bases.
 
 Shapes: B rows, D = d_in, E = d_out, F = d_sae, K = k.
 """
@@ -67,8 +65,8 @@ class Relu(Thresholded):
 class BatchTopK(Thresholded, KeepsK):
     """The `k B` largest pre-activations of a training batch, clipped at zero.
 
-    At inference codes are `pre * H(pre - threshold)`, with one threshold for all latents: during training the running
-    mean of each batch's smallest code, at the end the one with which sampled rows have `k` active latents on average.
+    At inference `pre * H(pre - threshold)`, with one threshold for all latents: in training the running mean of each
+    batch's smallest code, at the end that at which sampled rows have `k` active latents on average.
     Source: Bussmann, Leask and Nanda, "BatchTopK Sparse Autoencoders" (2024); clipped as in its authors' code.
     """
 
@@ -81,7 +79,7 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": torch.zeros(())}  # before the first batch
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """`max(pre, 0)` at the `k B` largest entries of this process' rows."""
+        """The `k B` largest of this process' rows."""
         from ..codes import largest
 
         return largest(pre, self.k * len(pre)).map(lambda values: values.relu())
@@ -124,7 +122,7 @@ class JumpRelu(LearnsThresholds):
         }
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
-        """The entries that give codes or gradients, with the threshold and the kernel's width of each."""
+        """Entries that give codes or gradients, with each one's threshold and kernel width."""
         from ..codes import selected
 
         thresholds = self.thresholds(parameters, pre.shape[-1])
@@ -165,13 +163,12 @@ class L0(Penalty):
 
 @dataclass(frozen=True)
 class L0Constraint(TargetL0):
-    """Minimises the squared error subject to L0 = L by the method of multipliers (Hestenes, "Multiplier and gradient
-    methods", 1969):
+    """Squared error subject to L0 = L by the method of multipliers (Hestenes, "Multiplier and gradient methods", 1969):
 
         e^2 + 2 m e,    e = (L0 - aim) / L
 
-    The quadratic alone exerts pressure only while L0 is above its target; the multiplier m holds L0 there. One factor
-    on all thresholds, changed after each step, removes at once the excess that Adam's small steps would leave.
+    The quadratic alone presses only while L0 is above its target; m holds it there. One factor on all thresholds after
+    each step removes the excess that Adam's small steps would leave.
 
     Sources: the appendix of `JumpRelu`'s on training to a fixed sparsity, used by Gemma Scope 2, for the quadratic;
     Gallego-Posada et al., "Controlled Sparsity via Constrained Optimization" (2022), for multipliers on L0.
@@ -198,10 +195,9 @@ class Gated(LearnsThresholds):
 
         loss = ||y_hat(z) - y||^2 + weight * penalty(g) + ||y_hat'(g) - y||^2,    g = relu(pre - t) / exp(r_mag)
 
-    y_hat', and the penalty's decoder norms, are without gradient: with it, norms shrank without end, and FVU at L0 16
-    was 0.25 on tiny-gemma2 instead of 0.125. It is the source's encoder with the magnitudes as `pre`: W_mag = W_enc,
-    b_mag = b_enc, W_gate = W_enc / exp(r_mag), b_gate = (b_enc - t) / exp(r_mag). For t < 0, which is left out, gates
-    would open where magnitudes are 0.
+    y_hat' and the penalty's decoder norms have no gradient: with it, norms shrank without end (FVU at L0 16 on
+    tiny-gemma2: 0.25 instead of 0.125). In the source's terms W_mag = W_enc, b_mag = b_enc, W_gate = W_enc /
+    exp(r_mag), b_gate = (b_enc - t) / exp(r_mag); for t < 0, left out, gates would open where magnitudes are 0.
 
     Source: Rajamanoharan et al., "Improving Dictionary Learning with Gated Sparse Autoencoders" (2024).
     """
@@ -229,8 +225,7 @@ class Gated(LearnsThresholds):
 
 @dataclass(frozen=True)
 class ControlledL1(TargetL0):
-    """L1 of the gates, times exp(m). Thresholds follow gates alone: with jumprelu's factor on them, FVU was 0.140
-    instead of 0.125."""
+    """L1 of the gates, times exp(m). Thresholds follow gates alone: with jumprelu's factor FVU was 0.140, not 0.125."""
 
     rate: ClassVar[float] = 0.02
     per_sqrt_d_in: ClassVar[float] = L1.per_sqrt_d_in
@@ -241,10 +236,10 @@ class ControlledL1(TargetL0):
 
 @dataclass(frozen=True)
 class Largest(KeepsK):
-    """An activation that keeps `k` pre-activations of each row, and zeros the others."""
+    """Keeps `k` pre-activations of each row, and zeros the others."""
 
     def ranking(self, pre: Tensor) -> Tensor:
-        """The values whose `k` largest are kept, (B, F)."""
+        """Values whose `k` largest are kept, (B, F)."""
         return pre
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
@@ -289,9 +284,9 @@ class MatchingPursuit(KeepsK):
 
         j = argmax s over latents not yet chosen,  v = max(s_j, 0),  z_j = v ||w_j||,  s_i <- s_i - v cos(w_i, w_j)
 
-    so that latents of similar directions do not all code for what one of them explains. The gradient holds the choice
-    only. With a decoder in closed form this is dictionary learning by the method of optimal directions. Cost: k times a
-    product (B, D) by (D, F), or if F <= 4 B one of (F, D) by (D, F).
+    so that latents of similar directions do not all code for what one explains. The gradient holds the choice. With a
+    decoder in closed form this is the method of optimal directions. Cost: k products (B, D) by (D, F), or if F <= 4 B
+    one of (F, D) by (D, F).
 
     Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Engan, Aase and Husoy,
     "Method of optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
@@ -327,7 +322,7 @@ class MatchingPursuit(KeepsK):
         return at(pre, indices, differentiable)
 
     def _chosen(self, left: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """The latents of each row in the order of their choice, and whether each adds to it, (B, K); `left`: s."""
+        """Each row's latents in order of choice, and whether each adds to it, (B, K); `left`: s."""
         import torch
 
         chosen, parts = [], []
@@ -349,7 +344,6 @@ ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in KINDS}
 
 
 def sparsity_names() -> tuple[str, ...]:
-    """Every penalty that some activation offers."""
     return tuple(
         dict.fromkeys(
             name for kind in ACTIVATIONS.values() for name in ("none", *kind().penalties())
@@ -362,7 +356,7 @@ def activation_to_json(activation: Activation) -> dict[str, Any]:
 
 
 def activation_from_json(document: dict[str, Any]) -> Activation:
-    """The activation that `activation_to_json` wrote; ConfigError for an unknown name or setting."""
+    """ConfigError for an unknown name or setting."""
     settings = dict(document)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in ACTIVATIONS:

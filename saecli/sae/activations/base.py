@@ -1,8 +1,7 @@
 """Bases of activations, and penalties: what training adds to the squared error to make codes sparse.
 
-torch is imported inside functions: help pages list options without it. Shapes: B rows, D = d_in, E = d_out, F = d_sae.
-A latent is active on a row if its code is not zero; `u_i = |z_i| ||W_dec_i||` is the size of a latent's part of x_hat,
-free of scale.
+Functions import torch, which help pages do without. Shapes: B rows, D = d_in, E = d_out, F = d_sae. A latent is active
+on a row if its code is not zero; `u_i = |z_i| ||W_dec_i||` is the size of its part of x_hat, free of scale.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ FALL = 0.5  # fraction of all steps over which the aim falls to the target
 
 @dataclass(frozen=True)
 class Penalty:
-    """A penalty on the codes of a batch, (B, F), or on their gates (`Activation.gates`). This one, `none`, is zero.
+    """A penalty on a batch's codes, (B, F), or gates, weighed by the row norms of W_dec, (F, E). This one is zero.
 
-    The row norms of W_dec, (F, E), weigh latents. `parameters` are the activation's, and the penalty's own, which have
-    no gradient: `initial` before training, changed by `after_step` and `calibrated`.
+    `parameters` are the activation's and the penalty's own, which have no gradient.
     """
 
     # Of the default weight, for rows of mean squared norm `d_in`.
@@ -47,30 +45,30 @@ class Penalty:
         return pre.new_zeros(())
 
     def norm_weights(self, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """Its derivative in each decoder norm `||W_dec_i||`, summed over rows, (F,)."""
+        """Its derivative in each norm `||W_dec_i||`, summed over rows, (F,)."""
         return W_dec.new_zeros(len(W_dec))
 
     def default_weight(self, d_in: int) -> float:
         return self.per_sqrt_d_in * math.sqrt(d_in) + self.per_d_in * d_in
 
     def initial(self, d_sae: int) -> Parameters:
-        """Its own parameters, by name."""
+        """Its own parameters before training."""
         return {}
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The initial parameters, given some rows' pre-activations, (n, F)."""
+        """Initial parameters, given some rows' pre-activations, (n, F)."""
         return parameters
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """The initial parameters of a training that starts from an SAE with this L0."""
+        """Initial parameters of training from an SAE with this L0."""
         return parameters
 
     def after_step(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """New values of some parameters, after a step, at this fraction of all steps."""
+        """New values of some parameters after a step, at a fraction `progress` of all steps."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """New values for use on other rows, given pre-activations, (n, F), of rows not trained on."""
+        """New values for use, given pre-activations, (n, F), of rows not trained on."""
         return {}
 
 
@@ -99,8 +97,8 @@ class L1OfCodes(Penalty):
 
 @dataclass(frozen=True)
 class TargetL0(Penalty):
-    """Training to a target for L0. Its `aim` falls from several times the target to it, and its `multiplier` m, a sum
-    of past excess, holds L0 there; at the end, one factor on all thresholds gives rows held out that L0."""
+    """Training to a target L0: the `aim` falls to it from several times it, and the `multiplier` m, a sum of past
+    excess, holds L0 there; at the end one factor on all thresholds gives rows held out that L0."""
 
     target_l0: float | None
 
@@ -117,19 +115,19 @@ class TargetL0(Penalty):
         return {"aim": torch.tensor(self._aim(0.0, d_sae)), "multiplier": torch.zeros(())}
 
     def _aim(self, progress: float, d_sae: int) -> float:
-        """The L0 to have at a fraction of all steps; at first `DENSE` targets, at most a quarter of the latents."""
+        """The L0 to have at a fraction of all steps; first `DENSE` targets, at most a quarter of the latents."""
         first = max(self.target, min(DENSE * self.target, d_sae / 4))
         return self.target + (first - self.target) * max(0.0, 1 - progress / FALL)
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The parameters with the threshold at which L0 is the first aim."""
+        """With the threshold at which L0 is the first aim."""
         active = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
         lowest = pre.flatten().topk(active).values[-1].clamp(min=1e-3 * pre.std())
         threshold = parameters["threshold"].new_full((pre.shape[1],), lowest.item())
         return parameters | {"threshold": threshold}
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """The parameters with an aim of at most the SAE's L0, since the SAE has found its directions."""
+        """With an aim of at most the SAE's L0, since the SAE has found its directions."""
         return parameters | {"aim": parameters["aim"].clamp(max=max(self.target, l0))}
 
     def excess(self, codes: Codes, parameters: Parameters) -> Tensor:
@@ -145,7 +143,7 @@ class TargetL0(Penalty):
         }
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The thresholds times the factor that gives these rows the target as their L0."""
+        """Thresholds times the factor that gives these rows the target as L0."""
         active = round(self.target * len(pre))
         if not 0 < active < pre.numel():
             return {}
@@ -153,8 +151,8 @@ class TargetL0(Penalty):
 
 
 def scaled_to(active: int, pre: Tensor, thresholds: Tensor) -> Tensor:
-    """Thresholds, at least 0, times the factor that leaves `active` entries of pre, (n, F), above them; where none
-    does, since more are above thresholds of 0, plus the amount that does."""
+    """Thresholds times the factor that leaves `active` entries of pre, (n, F), above them; where none does, since more
+    are above thresholds of 0, plus the amount that does."""
     import torch
 
     above = torch.where(pre > 0, torch.inf, -torch.inf)  # any multiple of 0
@@ -172,7 +170,7 @@ def between(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Activation(Config):
-    """A configuration that maps pre-activations to codes of their scale, with parameters, gradients and penalties."""
+    """Maps pre-activations to codes of their scale; a configuration with parameters, gradients and penalties."""
 
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
@@ -183,10 +181,10 @@ class Activation(Config):
     of_codes: ClassVar[tuple[str, ...]] = ()  # settings that a trained SAE's codes depend on
 
     def check(self, d_sae: int) -> None:
-        """Raise a ConfigError for settings that do not fit the number of latents."""
+        """ConfigError for settings that do not fit the number of latents."""
 
     def penalties(self) -> dict[str, Penalty]:
-        """The penalties on offer, by name, the default first."""
+        """Penalties by name, the default first."""
         return {"none": Penalty(), "l1": L1(), "l1-codes": L1OfCodes()}
 
     def penalty(self, sparsity: str) -> Penalty:
@@ -197,12 +195,12 @@ class Activation(Config):
         return next(iter(self.penalties()))
 
     def is_calibrated(self, sparsity: str | None) -> bool:
-        """Whether training ends with setting thresholds for other rows than those trained on."""
+        """Whether training ends by setting thresholds for other rows."""
         penalty = self.penalties().get(sparsity or self.default_sparsity)
         return self.estimates_threshold or isinstance(penalty, TargetL0)
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Raise a ConfigError for a penalty that is not offered, or settings without effect on it."""
+        """ConfigError for a penalty that is not offered, or settings without effect on it."""
         if sparsity not in self.penalties():
             raise ConfigError(
                 f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
@@ -215,41 +213,41 @@ class Activation(Config):
             )
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
-        """The same with the defaults that its penalty needs; idempotent."""
+        """With the defaults that its penalty needs; idempotent."""
         return self
 
     def parameters(self, d_sae: int) -> Parameters:
-        """The parameters at the start of training."""
+        """Parameters at the start of training."""
         return {}
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """The codes of pre-activations, (B, F); see `codes` for sparse ones."""
+        """The codes of pre-activations, (B, F)."""
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """The codes of a training batch, which may depend on all of it."""
+        """A training batch's codes, which may depend on all of it."""
         return self(pre, parameters)
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
-        """The codes that penalties act on; others than `codes` must reconstruct too, by a decoder without gradient."""
+        """The codes that penalties act on; if not `codes`, they must reconstruct too, by a decoder without gradient."""
         return codes
 
     def norm_weights(
         self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
     ) -> Tensor:
-        """The penalty's derivative in each decoder norm `||W_dec_i||`, summed over rows, (F,)."""
+        """See `Penalty.norm_weights`."""
         return self.penalty(sparsity).norm_weights(codes, W_dec, parameters)
 
     def after_step(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """New values of some parameters, after a step; processes average them."""
+        """New values of some parameters after a step; processes average them."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """New values of parameters for use on other rows; see `Penalty.calibrated`."""
+        """See `Penalty.calibrated`."""
         return {}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
-        """The parameters that turn pre-activations times `factor` > 0 into codes times `factor`."""
+        """Parameters that turn pre-activations times `factor` > 0 into codes times `factor`."""
         if "threshold" not in parameters:
             return parameters
         return parameters | {"threshold": parameters["threshold"] * factor}
@@ -287,7 +285,6 @@ class Thresholded(Activation):
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        """The pre-activations above which latents are active, (F,)."""
         return parameters["threshold"].clamp(min=0).expand(d_sae)
 
 

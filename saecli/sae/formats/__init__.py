@@ -1,13 +1,13 @@
 """SAEs in folders, in this tool's own format and in other libraries'; no format runs code from a file.
 
-    common.py       SavedSAE, tables of tensors' names, reading and writing of files
-    hooks.py        names of hook points
-    libraries.py    SAELens, sparsify, dictionary_learning
+    common.py           SavedSAE, tables of tensors' names, reading and writing of files
+    hooks.py            names of hook points
+    libraries.py        SAELens, sparsify, dictionary_learning
     circuit_tracer.py   circuit-tracer, also sets of one transcoder per layer
-    native.py       this tool's own format
-    scopes.py       Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and Goodfire's files, which are only read
+    native.py           this tool's own format
+    scopes.py           published suites, which are only read
 
-README.md says what each format can express. To add one, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
+README.md says what each can express. To add one, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,14 +20,7 @@ import torch
 
 from ...base.errors import FormatError, one_line
 from ...base.files import folder_appearing_whole, is_free
-from ..activations import (
-    ACTIVATIONS,
-    Activation,
-    Gated,
-    JumpRelu,
-    ReluTopK,
-    TopK,
-)
+from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, TopK
 from ..dictionary import SAE
 from . import circuit_tracer, common, libraries, scopes
 from .common import SavedSAE
@@ -50,7 +43,7 @@ class Format:
     demand_set: Callable[[Sequence[Any]], None] | None = None
 
     def lacks(self, saved: SavedSAE) -> str | None:
-        """What `save` cannot express of an SAE, and what it can; None if nothing."""
+        """What `save` cannot express, and what it can; None if nothing."""
         sae = at_inference(saved.sae)
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
@@ -130,13 +123,12 @@ def at_inference(sae: SAE) -> SAE:
     """A `gated` SAE as the `jumprelu` that it is without training; others as they are."""
     if not isinstance(sae.activation, Gated):
         return sae
-    return sae.changed(
-        JumpRelu(), threshold=sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
-    )
+    threshold = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+    return sae.changed(JumpRelu(), threshold=threshold)
 
 
 def stand_in(saved: SavedSAE, name: str) -> SavedSAE | None:
-    """The `relu-topk` that a format can express for a `topk` that it cannot; None for others."""
+    """The `relu-topk` that a format can express of a `topk` that it cannot; else None."""
     activation, form = saved.sae.activation, FORMATS[name]
     if not isinstance(activation, TopK) or not form.lacks(saved):
         return None
@@ -152,7 +144,7 @@ class Found(NamedTuple):
 
 
 def found_among(paths: Iterable[str]) -> dict[str, Found]:
-    """The SAEs among files, by folder, or by their file of weights where a folder has one for each layer."""
+    """The SAEs among files, by folder, or by file of weights where a folder has one for each layer."""
     folders: dict[PurePosixPath, list[str]] = {}
     for path in map(PurePosixPath, paths):
         for folder in [*path.parents][:2]:  # a pattern may name a file in a folder
@@ -174,7 +166,7 @@ def found_among(paths: Iterable[str]) -> dict[str, Found]:
 
 
 def found_at(path: Path) -> dict[str, Found]:
-    """The SAEs in a folder, by path from there, or in one of several layers' files."""
+    """The SAEs in a folder, by path from there, or in a layer's file."""
     folder = path.parent if path.is_file() else path
     patterns = {pattern for form in FORMATS.values() for pattern in form.files}
     matches = {match for pattern in patterns for match in folder.glob(pattern)}
@@ -185,7 +177,7 @@ def found_at(path: Path) -> dict[str, Found]:
 
 
 def recognise(path: Path) -> str | None:
-    """The format of the SAEs in a folder, or of one of several layers' files in it, if known."""
+    """The format of the SAEs in a folder or a layer's file, if known."""
     return next((each.name for each in found_at(path).values()), None)
 
 
@@ -199,10 +191,9 @@ def load(
     processing: Mapping[str, Any] | None = None,
     fold: Fold = lambda saved: saved,
 ) -> SavedSAE:
-    """Read the SAE in a folder, or in one of several layers' files.
+    """Read the SAE in a folder, or in a layer's file.
 
-    row_scale, processing: what a file lacks and a registry says.
-    fold: brings it onto the rows of a model's site, as `model.saes.fold_in` does.
+    row_scale, processing: what a file lacks and a registry says; fold: `model.saes.fold_in`.
     """
     found = found_at(path)
     if len(found) > 1:
@@ -224,7 +215,7 @@ def load(
     if saved.scaled:
         if row_scale is None:
             raise FormatError(
-                f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
+                f"{path} does not say by how much its rows are scaled (expected_average_only_in): name it by "
                 "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens"
             )
         saved = replace(saved, sae=common.unscaled(saved.sae, row_scale), scaled=False)
@@ -233,7 +224,7 @@ def load(
 
 
 def _read(path: Path, weights: Path, form: Format) -> SavedSAE:
-    """What a format reads, with the metric of its training; FormatError for whatever a damaged file raises."""
+    """The SAE, with its metric; FormatError for whatever a damaged file raises."""
     try:
         saved = form.load(path)
         if weights.suffix == ".safetensors":
@@ -248,26 +239,26 @@ def _read(path: Path, weights: Path, form: Format) -> SavedSAE:
 
 
 def _noting_threshold(saved: SavedSAE) -> SavedSAE:
-    """The same with a remark on the threshold of a batchtopk, if training had not set it."""
+    """With a remark on a batchtopk's threshold that training had not set."""
     if not saved.sae.activation.estimates_threshold:
         return saved
     threshold = saved.sae.activation_parameters["threshold"].item()
     if threshold > 0:
         return saved
     unset = (
-        f"has no threshold ({threshold:g}), which training had not set when it was saved: every positive "
-        f"pre-activation fires, not {saved.sae.k} in a row; train it on by --init, or take a later checkpoint"
+        f"has no threshold ({threshold:g}) from training: every positive pre-activation fires, not {saved.sae.k} in a "
+        "row; train it on by --init, or take a later checkpoint"
     )
     return replace(saved, remarks=(*saved.remarks, unset))
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
-    """Write an SAE in a format; the folder, new or empty, appears whole or not at all."""
+    """Write an SAE; the folder, new or empty, appears whole or not at all."""
     save_all([saved], name, folder)
 
 
 def save_all(saves: Iterable[SavedSAE], name: str, folder: Path) -> None:
-    """Write SAEs as `save` does; several as a set, one for each layer, if the format takes sets."""
+    """`save`, of several as a set, one for each layer, if the format takes sets."""
     form, members = FORMATS[name], list[Any]()
     if not is_free(folder):
         raise FormatError(

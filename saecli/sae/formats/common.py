@@ -1,7 +1,7 @@
 """Common to all formats: an SAE with its origin, names of tensors, reading files without running code.
 
-Libraries that subtract the decoder bias from a row before encoding are read and written by
-`(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
+Encoders that subtract the decoder bias from rows: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`.
+Shapes: D = d_in, E = d_out, F = d_sae.
 """
 
 import fnmatch
@@ -59,7 +59,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class SavedSAE:
-    """An SAE as found in a folder."""
+    """An SAE as a folder has it."""
 
     sae: SAE
     origin: Origin = field(default_factory=Origin)
@@ -70,7 +70,7 @@ class SavedSAE:
 
     @property
     def is_transcoder(self) -> bool:
-        """Whether its targets differ from its rows, by record or weights."""
+        """By record or weights."""
         return (
             self.transcodes
             or self.origin.written is not None
@@ -89,10 +89,10 @@ def assemble(
     transcodes: bool = False,
     widths: tuple[int, ...] = (),
 ) -> SAE:
-    """An SAE of a file's tensors, by this tool's names, in at least float32; FormatError if anything does not fit.
+    """An SAE of tensors by this tool's names, in at least float32; FormatError if anything does not fit.
 
-    `subtracts`: whether the file's encoder subtracts `b_dec` from rows; `transcodes`: whether it may be a transcoder,
-    of any output width, with W_skip or without. Of a file's gates, see `GATED`, the encoder becomes the magnitudes'.
+    `subtracts`: whether the encoder subtracts `b_dec` from rows; `transcodes`: whether any output width and W_skip are
+    allowed. Of gates, see `GATED`, the encoder becomes the magnitudes'.
     """
     tensors = dict(tensors)
     gated = "b_gate" in tensors
@@ -135,7 +135,7 @@ def assemble(
 def _check_shapes(
     path: Path, tensors: Mapping[str, Tensor], activation: Activation, transcodes: bool
 ) -> tuple[int, int, int]:
-    """D, F and E of tensors by this tool's names; FormatError unless they are numbers that fit each other."""
+    """D, F and E; FormatError unless tensors are numbers that fit each other."""
     W_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
     if W_enc.ndim != 2 or not W_enc.numel():
         raise FormatError(
@@ -164,14 +164,13 @@ def _check_shapes(
 
 
 def check_finite(path: Path, sae: SAE) -> None:
-    """FormatError for numbers that are not finite, in a file or by factors in it."""
     for name, tensor in sae.tensors().items():
         if not tensor.isfinite().all():
             raise FormatError(f"{path}: expected finite numbers in {name}; the file is damaged")
 
 
 def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
-    """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
+    """An SAE that takes `factor * x` and predicts `target_factor * y`, by default equal, on raw rows x."""
     target_factor = factor if target_factor is None else target_factor
     if not (0 < factor < math.inf and 0 < target_factor < math.inf):
         raise ValueError(
@@ -183,7 +182,7 @@ def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE
 
 
 def with_unit_rows(sae: SAE) -> SAE:
-    """The SAE with unit decoder rows, and their norms in the encoder; a latent with a zero row then never fires."""
+    """With unit decoder rows, and their norms in the encoder; a latent with a zero row then never fires."""
     norms = sae.W_dec.norm(dim=1)
     W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]
     W_dec[norms == 0, 0] = 1
@@ -193,8 +192,8 @@ def with_unit_rows(sae: SAE) -> SAE:
 def renamed(
     path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """A file's tensors by this tool's names. `names` has exactly the file's names, and for each this tool's, with `.T`
-    after it if the file stores the transpose."""
+    """A file's tensors by this tool's names: `names` has this tool's for each of the file's, with `.T` after it if the
+    file stores the transpose."""
     if tensors.keys() != names.keys():
         raise FormatError(
             f"{path}: expected the tensors {sorted(names)}, got {sorted(tensors)}; missing "
@@ -208,12 +207,11 @@ def renamed(
 
 
 def metric_of(sae: SAE) -> dict[str, Any]:
-    """An entry with the scales of an SAE's `normalisation`, if known."""
     return {} if sae.scale is None else {"scale": sae.scale.tolist()}
 
 
 def take_metric(sae: SAE, entry: str | bytes) -> None:
-    """Give an SAE the scales in a JSON object, if any; ValueError unless they are positive, one per dimension."""
+    """Take the scales in a JSON object, if any; ValueError unless they are positive, one per dimension."""
     scale = parse_json(entry, Metric).scale
     if scale is not None:
         if len(scale) != sae.d_in + sae.d_out:
@@ -222,8 +220,8 @@ def take_metric(sae: SAE, entry: str | bytes) -> None:
 
 
 def disassembled(sae: SAE, names: Mapping[str, str], subtracts: bool = False) -> dict[str, Tensor]:
-    """The tensors of an SAE's file, the inverse of `renamed` and `assemble`, for the names that the SAE has; of an
-    activation that is `Thresholded` one threshold for each latent."""
+    """The inverse of `renamed` and `assemble`, for the names that the SAE has; a `Thresholded` activation's threshold
+    for each latent."""
     tensors = sae.tensors()
     if isinstance(sae.activation, Thresholded):
         thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
@@ -240,7 +238,7 @@ def disassembled(sae: SAE, names: Mapping[str, str], subtracts: bool = False) ->
 
 
 def with_config(path: Path, kind: Callable[..., Configured], **settings: Any) -> Configured:
-    """What settings from a file make, such as an activation; FormatError if they do not fit."""
+    """`kind(**settings)`; FormatError for settings that do not fit."""
     try:
         return kind(**settings)
     except ConfigError as error:
@@ -248,12 +246,9 @@ def with_config(path: Path, kind: Callable[..., Configured], **settings: Any) ->
 
 
 def names_like(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that match a pattern of a format's files."""
-    return [
-        name
-        for name in names
-        if name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)
-    ]
+    """Names that match a pattern of files; `*` matches no slash."""
+    matches = (name for name in names if fnmatch.fnmatchcase(name, pattern))
+    return [name for name in matches if name.count("/") == pattern.count("/")]
 
 
 def read_config(path: Path, kind: type[ParsedConfig]) -> ParsedConfig:
@@ -264,24 +259,23 @@ def read_config(path: Path, kind: type[ParsedConfig]) -> ParsedConfig:
 
 
 def models_named(name: Any) -> tuple[ModelName, ...]:
-    """A model by another library's name, under its name on the hub; none for what is no name."""
+    """A model under its name on the hub; none for what is no name."""
     if not isinstance(name, str):
         return ()
     for pattern, on_hub in MODELS.items():
-        if re.fullmatch(pattern, name):
-            return (ModelName(re.sub(pattern, on_hub, name)),)
+        if match := re.fullmatch(pattern, name):
+            return (ModelName(match.expand(on_hub)),)
     return (ModelName(name),)
 
 
 def origin_of(
     model: Any, read: HookPoint | None, written: HookPoint | None = None, **text: Any
 ) -> Origin:
-    """An origin by another library's name of the model, if it is one; `text`: further fields."""
+    """An origin of a model by another library's name; `text`: further fields."""
     return Origin(models_named(model), (read or HookPoint(),), written, **text)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors, and the header's entries."""
     with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         return tensors, file.metadata() or {}
@@ -293,12 +287,11 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def read_renamed(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A safetensors file's tensors by this tool's names; see `renamed`."""
     return renamed(path, read_safetensors(path)[0], names)
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `torch.save` file, with `weights_only`, so that no code is run."""
+    """The tensors of a `torch.save` file, read with `weights_only`."""
     with naming(str(path), TO_FIT):
         tensors = load_torch(path)
     if not isinstance(tensors, dict) or not all(
@@ -311,7 +304,6 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
-    """The arrays of NumPy's archive, without running code."""
     with (
         naming(str(path), TO_FIT),
         path.open("rb") as file,  # which NumPy leaves open if it is damaged
@@ -327,7 +319,7 @@ def write_tensors(
     metadata: dict[str, str] | None = None,
     save: Callable[..., None] = save_file,
 ) -> None:
-    """Write tensors atomically."""
+    """Atomic; OSError if the disk refuses."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with appearing_whole(path) as temporary:
         try:
@@ -340,13 +332,13 @@ def write_tensors(
 
 
 def write_sae(path: Path, sae: SAE, names: Mapping[str, str], subtracts: bool = False) -> None:
-    """Write an SAE by another library's names; its metric is the header's one entry, as several change their order."""
+    """By another library's names; the metric is the header's one entry, as several change their order."""
     header = None if sae.scale is None else {"saecli": to_json(metric_of(sae))}
     write_tensors(path, disassembled(sae, names, subtracts), header)
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """FormatError if an entry of a configuration would change what the SAE computes here."""
+    """FormatError for an entry with which the SAE computes what cannot be expressed here; missing: the first."""
     value = config.get(key, allowed[0])
     if (type(value), value) not in [(type(known), known) for known in allowed]:
         raise FormatError(
