@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..base.home import now
-from ..train.finetune_options import FINETUNED
+from ..train.options import FINETUNED
 from .options import Given, Json, Run, Session, configured, start
 from .train import ResumeOption, demand_alone, train_and_print
 

@@ -1,6 +1,6 @@
-"""Descent by Adam on a dictionary, which all solvers and fine-tuning share: the task, the step, the state to resume.
+"""Descent by Adam on a dictionary, for all solvers and fine-tuning.
 
-B rows, D = d_in, E = d_out, F = d_sae. All rows are normalised (see `rows.py`).
+B rows, normalised, D = d_in, E = d_out, F = d_sae.
 """
 
 import math
@@ -28,7 +28,7 @@ BETAS = (0.9, 0.99)
 
 
 class Draws(IntEnum):
-    """What random numbers are drawn for; each has a stream of its own."""
+    """Streams of random numbers."""
 
     STEP = 0
     DECODER_STEP = 1
@@ -37,22 +37,21 @@ class Draws(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The training problem. A batch's loss is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`;
-    terms that the paper adds to the sum over all N rows are divided by N."""
+    """The training problem: the mean over a batch's rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms that
+    the paper adds to a sum over all N rows are divided by N."""
 
     training: TrainingConfig
     rows: int  # N
     steps: int  # of the optimiser in all of training
     lr: float  # the peak
-    # Spread over all rows, (n, D) with targets (n, E), for smoothing, revival and an activation's estimates; may be
-    # empty.
+    # Spread over all rows, (n, D), targets (n, E): for smoothing, revival and estimates. May be empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
     # Rows kept out of training, on which thresholds are set, else on the sample.
     unseen: Batch | None = None
-    # The targets' regression on the rows, (D, E); None if they are the rows.
-    B: Tensor | None = None
-    # W_enc or W_dec, which stays bit for bit; then no latent is re-aimed or rescaled.
-    fixed: str | None = None
+    B: Tensor | None = (
+        None  # the targets' regression on the rows, (D, E); None if they are the rows
+    )
+    fixed: str | None = None  # W_enc or W_dec, bit for bit; then no latent is re-aimed or rescaled
     from_sae: bool = False  # then latents are revived once, before the first step
     memory: float = math.inf  # bytes that a decoder step may use
 
@@ -65,7 +64,7 @@ class Task:
         return self.training.sparsity or "none"
 
     def learning_rate(self, step: int) -> float:
-        """The rate at a step, from 0: a linear rise, a plateau, a linear fall to zero."""
+        """Linear rise, plateau, linear fall to zero; steps count from 0."""
         rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
         fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)
@@ -81,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A process' part of a batch's measures before its step; tensors, so that nothing waits for the device."""
+    """A process' part of a batch's measures before its step; tensors, so nothing waits for the device."""
 
     step: int
     rows: int
@@ -91,11 +90,7 @@ class StepReport:
 
 
 class Descent(ABC):
-    """A dictionary in training, its optimiser and learning rate, and the state to resume; subclasses give the loss.
-
-    Args:
-        dictionary: trained in place, but for the parameters named in `fixed`.
-    """
+    """A dictionary trained in place, but for the parameters in `fixed`; subclasses give the loss."""
 
     schedule: Mapping[int, Pass] = {}  # the decoder steps, by the steps of descent before them
     inflation = 1.0  # variance of the rows as they are trained on, over their own
@@ -116,41 +111,36 @@ class Descent(ABC):
         for name, parameter in dictionary.named_parameters():
             parameter.requires_grad_(name not in without_gradient)
         clip_norm = config.clip_norm if isinstance(config, Paper) else None
-        all_reduce = communicator.all_reduce if communicator.world_size > 1 else None
-        self.optimizer = Adam(dict(dictionary.named_parameters()), clip_norm, all_reduce)
+        self.optimizer = Adam(dict(dictionary.named_parameters()), clip_norm, communicator)
         self.steps = 0
         self.revived = 0  # latents
 
     @abstractmethod
     def train(self, batches: Iterable[Any], rows: TrainingRows) -> Iterator[StepReport]:
-        """Take a step for each batch, and decoder steps, over `rows`, where they are due; yield a report of each step.
-
-        When the next batch is asked for, all that is due before it is done.
-        """
+        """Take a step per batch, and decoder steps over `rows` where due, before the next batch is asked for."""
 
     @property
     def finished(self) -> bool:
         return self.steps >= self.task.steps
 
     def move(self) -> None:
-        """A step of the optimiser against the gradients."""
         self.optimizer.step(self.task.learning_rate(self.steps))
         self.steps += 1
 
     @torch.no_grad()
     def calibrated(self, dictionary: Dictionary) -> Parameters:
-        """The estimates of a dictionary's activation for other rows than those trained on."""
+        """The activation's estimates for rows not trained on."""
         parameters = dictionary.activation_parameters
         rows = self.task.sample if self.task.unseen is None else self.task.unseen
         if not dictionary.estimates or not len(rows.x):
             return {}
         pre = dictionary.pre_activations(rows.x)
         penalty = dictionary.activation.penalty(self.task.sparsity)
-        of_penalty = penalty.calibrated(pre, parameters)
-        return dictionary.activation.calibrated(pre, parameters) | of_penalty
+        of_activation = dictionary.activation.calibrated(pre, parameters)
+        return of_activation | penalty.calibrated(pre, parameters)
 
     def sae(self) -> SAE:
-        """The current SAE, acting on normalised rows."""
+        """On normalised rows."""
         return self.dictionary.sae().without_training_parameters()
 
     def record(self) -> dict[str, float]:
@@ -160,7 +150,7 @@ class Descent(ABC):
         return []
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume; called by all processes together."""
+        """All tensors to resume; collective over processes."""
         weights = self.dictionary.state_dict().items()
         return {
             **{f"dictionary.{name}": tensor for name, tensor in weights},
@@ -178,18 +168,16 @@ class Descent(ABC):
 
 
 class Adam:
-    """`torch.optim.Adam`, fused, with `BETAS`, on the named tensors that need a gradient.
-
-    `clip_norm` limits the norm of all gradients together; `all_reduce` sums those of several processes.
-    """
+    """`torch.optim.Adam`, fused, with `BETAS`, on the tensors that need a gradient; gradients are summed over processes
+    and clipped to a joint norm."""
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         clip_norm: float | None = None,
-        all_reduce: Callable[[Tensor], Tensor] | None = None,
+        communicator: Communicator = ALONE,
     ) -> None:
-        self.clip_norm, self.all_reduce = clip_norm, all_reduce
+        self.clip_norm, self.communicator = clip_norm, communicator
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
         self._adam = torch.optim.Adam([*self.tensors.values()], betas=BETAS, fused=True)
         self._begin(self.tensors)
@@ -200,7 +188,7 @@ class Adam:
         self._begin([name])
 
     def _begin(self, names: Collection[str]) -> None:
-        """Give tensors their state, which torch makes at their first step, so that it has one form to save."""
+        """Make the state that torch makes at the first step, so that it has one form to save."""
         for name in names:
             tensor = self.tensors[name]
             self._adam.state[tensor] = {
@@ -214,21 +202,22 @@ class Adam:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        if self.all_reduce is not None:
-            self._reduce_gradients(self.all_reduce)
+        if self.communicator.world_size > 1:
+            self._reduce_gradients()
         if self.clip_norm is not None:
             clip_grad_norm_([*self.tensors.values()], self.clip_norm)
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
 
-    def _reduce_gradients(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Sum gradients over processes in one buffer; a process without rows contributes zeros."""
+    def _reduce_gradients(self) -> None:
+        """All-reduce gradients in one buffer; a process without rows contributes zeros."""
         tensors = self.tensors.values()
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors
         ]
-        flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = self.communicator.all_reduce(flat)
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             # The fused step needs a tensor and its gradient to have the same strides.
@@ -250,10 +239,9 @@ class Adam:
     def forget(
         self, latents: Tensor, others: Tensor, dimension: Callable[[str], int | None]
     ) -> None:
-        """Reset the moments of re-aimed latents, a mask (F,): the first to 0, the second to the mean of other latents,
-        a mask, (F,).
+        """Reset the moments of re-aimed latents: the first to 0, the second to the mean of others; masks (F,).
 
-        The second moment of a latent without gradient for long would make its first steps several times lr.
+        The second moment of a latent long without gradient would make its first steps several times lr.
         """
         for name, tensor in self.tensors.items():
             latent_dimension = dimension(name)

@@ -35,14 +35,12 @@ from ..store.origin import Origin, place_given
 from ..store.reader import Rows
 from ..store.split import Split
 from ..store.values import TextWindow
-from .comparison import Comparison
-from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
-from .options import MEASURED_ROWS, TRAINED, TrainingConfig
+from .options import FINETUNED, MEASURED_ROWS, TEXT, TRAINED, Finetune, TrainingConfig
 from .plan import NONE_KEPT_OUT, Plan, split_kept_out
 from .rows import ArrayRows
 from .runs import Run, claimed
-from .start import Start, fingerprint
+from .start import Comparison, Start, fingerprint
 from .through import EPOCH, SplicedText, compared, steps_of
 from .training import Record, Training, start_training
 
@@ -53,7 +51,7 @@ NamedStores = tuple[Sequence[str], str | None]  # stores, and a target
 
 
 class FinetuneSettings(NamedTuple):
-    """The options of a fine-tuning; of `training` the seed, device, tracker and the learning rate are used."""
+    """Of `training` the seed, device, tracker and learning rate are used."""
 
     config: Finetune
     training: TrainingConfig
@@ -85,7 +83,7 @@ class Opened:
         named: NamedStores | None,
         listener: Listener,
     ) -> Self:
-        """Open what `sae finetune` names; `named` are the stores, if not the SAE's own."""
+        """Open what `sae finetune` names; `named` stores, if not the SAE's own."""
         config = settings.config
         subject, saved = open_sae(home, sae, listener)
         place = place_given(config.layer, config.site, config.module)
@@ -155,14 +153,14 @@ def _demand_one_text(text: Mapping[str, Any], named: NamedStores | None) -> None
 def _open_stores(
     home: Home, subject: Subject, named: NamedStores | None, listener: Listener
 ) -> Joined:
-    """The stores named, else those that the SAE was trained on."""
+    """The stores named, else the SAE's own."""
     if named is not None:
         return open_joined(home, *named, listener)
     if subject.streamed and subject.data not in home.stores:
         text = {name: subject.streamed[name] for name in TEXT if name in subject.streamed}
         raise ConfigError(
-            f"--dataset is needed: {subject.name} was trained on rows that were not stored; "
-            f"give its text, {shlex.join(words_of(text))}, or name a store with --data"
+            f"--dataset is needed: {subject.name} was trained on rows that were not stored; give its text, "
+            f"{shlex.join(words_of(text))}, or name a store with --data"
         )
     stores = open_joined(home, subject.inputs, subject.target, listener)
     note_if_remade(subject, stores, listener)
@@ -195,8 +193,7 @@ def _stream_text(
     seed: int,
     listener: Listener,
 ) -> tuple[Streamed, SplicedText]:
-    """Windows of a text, its documents split by the same hashes as a store's; those that `sae eval` measures on are
-    left out."""
+    """Windows of a text, without the documents that `sae eval` would measure on: split as a store's."""
     extract = ExtractConfig(
         **settings.text,
         model=source.name,
@@ -230,7 +227,7 @@ def _stream_text(
         listener.warn(f"a text {REPEATED}")
     if not all(parts):
         raise ConfigError(
-            "--dataset has too few documents: expected windows to train on and to compare on, got "
+            "--dataset has too few documents: expected windows to train and to compare on, got "
             f"{len(parts[0])} and {len(parts[1])}; name a text of more documents"
         )
     return stream, SplicedText(Passes(extraction.models[0]), acts, *parts)
@@ -238,7 +235,7 @@ def _stream_text(
 
 @dataclass(frozen=True)
 class FinetuneRun(Run):
-    """A fine-tuning, as a run: it acts where the SAE did from which it began."""
+    """A fine-tuning, as a run, which acts where its start did."""
 
     text: SplicedText
 
@@ -302,8 +299,8 @@ def resume_finetuning(home: Home, name: str | None, listener: Listener, claims: 
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
-            f"writes ({error}); begin it anew"
+            f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` writes "
+            f"({error}); begin it anew"
         ) from error
     named = None
     if not streamed:
@@ -333,14 +330,13 @@ def finetune(
 
     Args:
         sae: an SAE, a run's name or whatever else `load_sae` takes.
-        model: hub id, folder or GGUF file of the language model; None for the one that the SAE's file names.
-        data: the name of a store, whose token ids are the text; None for the store that the SAE was trained on.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        **options: those of `sae finetune`: `tokens`, `objective`, `fvu_weight`, `only`, `lr`, `dataset`, `device` and
-            so on.
+        model: hub id, folder or GGUF file; None for the one that the SAE's file names.
+        data: a store, whose token ids are the text; None for the one that the SAE was trained on.
+        home: by default $SAE_HOME, else ./sae-data.
+        **options: of `sae finetune`: `tokens`, `objective`, `fvu_weight`, `only`, `lr`, `dataset`, `device` and so on.
 
-    Returns the better SAE of the two, before and after, on a tenth of the training documents, kept out of training;
-    `metadata` has `before`, `after` and `kept`. Cost: two forward passes and one backward pass over the tokens.
+    Returns the better SAE, before or after, on a tenth of the training documents, kept out of training; `metadata` has
+    `before`, `after` and `kept`. Cost: two forward passes and one backward pass over the tokens.
     """
     demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
     if "log_to" in options:

@@ -1,7 +1,4 @@
-"""Training from Python: `saecli.open_store`, `join` and `fit`.
-
-Shapes: N rows, D = d_in, E the width of targets, F = d_sae.
-"""
+"""Training from Python: `saecli.open_store`, `join` and `fit`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,10 +31,10 @@ RowsOf = Callable[[TrainingConfig, Activation], SplitRows]
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
-    """Open an activation store by its name in the home or its folder; None for the newest.
+    """Open an activation store, by its name in the home or its folder; None for the newest.
 
-    `store.split("train" | "test" | "all")` chooses rows as the commands do; their `batches(B, seed=, epoch=)` and
-    `sequential(B)` yield float32 arrays (B, D). The home is $SAE_HOME, else ./sae-data.
+    `store.split("train" | "test" | "all")` chooses rows; their `batches(B, seed=, epoch=)` and `sequential(B)` yield
+    float32 arrays, (B, d_in). The home is $SAE_HOME, else ./sae-data.
     """
     return find_store(Home.at(home), None if store is None else str(store))
 
@@ -47,8 +44,8 @@ def join(
 ) -> Joined:
     """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
 
-    Each is a store, its name in the home, or its folder. The result is for `fit` and `evaluate`; rows of its `split`
-    come in batches (B, D + E). ConfigError if they are not row for row the same tokens.
+    Each is a store, its name in the home, or its folder. Batches of the result's `split` are (B, d_in + d_target).
+    ConfigError if they are not row for row the same tokens.
     """
     if not inputs:
         raise ConfigError(
@@ -66,8 +63,7 @@ def _store(store: ActivationStore | str | Path) -> ActivationStore:
     if isinstance(store, str | Path):
         return open_store(store)
     raise ConfigError(
-        f"expected a store or its name, got a {type(store).__name__}; give each by itself, join(first, "
-        "second)"
+        f"expected a store or its name, got a {type(store).__name__}; give each by itself, join(first, second)"
     )
 
 
@@ -86,18 +82,18 @@ def fit(
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
 
     Args:
-        rows: a store or its name, from which the SAE is bit for bit that of `sae train`; rows of one
-            (`store.split("all")`); or raw activations in memory, (N, D), all trained on.
+        rows: a store or its name, for bit for bit the SAE of `sae train`; rows of one (`store.split("all")`); or raw
+            activations in memory, (N, D), all trained on.
         act: relu, jumprelu, gated, topk, relu-topk, abs-topk, batchtopk or matching-pursuit; None for that of
             `init`, or relu.
-        target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
+        target: a transcoder's targets, (N, E), of rows in memory; stores take `join`.
         init: an SAE to train on, or whatever `load_sae` takes; `d_sae`, `prefixes`, and with its activation `k` are
             inherited. Returned as it was if its loss did not fall on a tenth of a store's training documents, kept out
             of training (on all rows, if these are chosen or in memory).
-        **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
-            `sparsity_weight`, `seed`, `device` and so on.
+        **options: those of `sae train`: `d_sae` (4 D by default), `k`, `epochs`, `lr`, `sparsity_weight`, `seed`,
+            `device` and so on.
 
-    Returns the SAE, acting on raw activations, on the device that it was trained on; TrainingError if it diverged.
+    Returns the SAE, acting on raw activations, on the device of its training; TrainingError if it diverged.
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """
@@ -143,11 +139,10 @@ def planned(
     target: ArrayLike | None = None,
     start: Start | None = None,
 ) -> Plan:
-    """The plan of `fit` with these arguments; ConfigError for an option that is unknown, invalid or does nothing."""
+    """The plan of `fit`; ConfigError for an option that is unknown, invalid or does nothing."""
     if target is not None and isinstance(rows, Stored):
         raise ConfigError(
-            "--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
-            "target=other)`"
+            "--target goes with rows in memory; join stores by `saecli.join(store, target=other)`"
         )
     configs: list[type[Config]] = [TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values()]
     known = {name for config in configs for name in options_of(config)}
@@ -172,7 +167,7 @@ def planned(
 def make_plan(
     rows_of: RowsOf, solver: str, act: str, options: Mapping[str, Any], start: Start | None
 ) -> Plan:
-    """The plan of a training with these options; what they leave open is inherited from `start`, or by default."""
+    """The plan of a training; what the options leave open is inherited from `start`, or by default."""
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig.among(settings)
     activation = choose(ACTIVATIONS, "act", act, settings)

@@ -13,8 +13,7 @@ from ..base.errors import ConfigError, PeerError, RunError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.processes import communicator
 from ..sae.run_documents import read_run
-from .finetune_options import Finetune
-from .options import SolverConfig
+from .options import Finetune, SolverConfig
 from .plan import doubts_at_start
 from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training
@@ -55,7 +54,7 @@ class Job:
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """The names of runs, with the varied values appended; None for a generated name."""
+    """Names with the varied values appended; None for a generated one."""
     if name is None:
         return [None] * len(varied)
     names = []
@@ -67,15 +66,14 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
         names.append(checked_name("-".join(words)))
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"--name {name} makes one name of several runs: their values differ in characters that a "
-            "name cannot hold; leave --name out"
+            f"--name {name} makes one name of several runs, which differ in characters that a name cannot hold; leave "
+            "--name out"
         )
     return [*names]
 
 
 def claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
-    """The folder of a new run, claimed until `claims` is closed; runs that start at once get different generated names,
-    from `stem`."""
+    """The folder of a new run, claimed until `claims` is closed; a generated name, from `stem`, is a run's own."""
     return communicator().broadcast_object(lambda: _claim_folder(home, name, stem, claims))
 
 
@@ -91,14 +89,14 @@ def _claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) ->
         claims.enter_context(claimed(folder))
     except FileExistsError:
         raise RunError(
-            f"there is a run named {name!r} already; give another --name, or if it is not finished "
-            "continue it by --resume"
+            f"there is a run named {name!r} already; give another --name, or if it is not finished continue it by "
+            "--resume"
         ) from None
     return folder
 
 
 def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
-    """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
+    """The unfinished run `name`, else the newest; its folder is claimed until `claims` is closed."""
 
     def open_job() -> Job:
         folder, document = unfinished_run(home, name, listener, "train")
@@ -123,8 +121,8 @@ def known_job(
     listener: Listener,
     claims: ExitStack,
 ) -> Job | None:
-    """The run of this name, finished or to resume from its checkpoint; None if there is none. RunError if its options
-    are not those of `run`."""
+    """The run of this name, finished or to resume; None if there is none. RunError if its options differ from
+    `run`'s."""
     folder = home.runs.path / name
     path = folder / RUN_MARKER
 
@@ -153,8 +151,7 @@ def unfinished_run(
     """The folder and document of the run `name`, else of the newest unfinished one that the command began."""
     runs = home.runs
 
-    def read(name: str) -> tuple[dict[str, Any], str]:
-        """A run's document, and the command that began it."""
+    def read(name: str) -> tuple[dict[str, Any], str]:  # and the command that began it
         run = read_run(runs.find(name) / runs.marker)
         command = Finetune.command if run.solver.name == Finetune.name else SolverConfig.command
         return run.settings, command
@@ -175,8 +172,7 @@ def unfinished_run(
     document, began_by = read(name)
     if document["complete"]:
         raise RunError(
-            f"{name} is finished; there is nothing to resume, start from its SAE by `sae train "
-            f"--init {name}`"
+            f"{name} is finished, so cannot be resumed; start from its SAE by `sae train --init {name}`"
         )
     if began_by != command:
         raise RunError(
@@ -186,7 +182,7 @@ def unfinished_run(
 
 
 def train_run(job: Job, listener: Listener) -> dict[str, Any]:
-    """Train a run to the end; returns the document that `sae train --json` prints."""
+    """Train a run to the end; the document is `sae train --json`'s."""
     if job.result is not None:
         return job.document(job.result)
     try:

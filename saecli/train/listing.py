@@ -23,12 +23,12 @@ def list_home(
     """The stores and runs of a home, newest first, as `sae list --json` prints them.
 
     Args:
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        home: by default $SAE_HOME, else ./sae-data.
         check: read every shard and compare it with its checksum.
 
     Returns:
-        `home`, the folder; `stores` and `runs`, lists of mappings, an unreadable one with a `problem`, a sentence; with
-        `check` `problems`, a sentence for each unreadable store and each damaged shard.
+        `home`; `stores` and `runs`, an unreadable one with a sentence as `problem`; with `check` `problems`, a sentence
+        for each unreadable store and each damaged shard.
     """
     opened = Home.at(home)
     stores = _entries(opened.stores, _describe_store)
@@ -43,7 +43,6 @@ def list_home(
 def _entries(
     shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The entries of a shelf, newest first; an unreadable one has a `problem`."""
     entries = []
     for marker in shelf.marker_files():
         path = marker.parent
@@ -81,7 +80,7 @@ def _describe_run(shelf: Shelf, name: str) -> dict[str, Any]:
 
 
 def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
-    """A sentence for each problem with the shards of readable stores."""
+    """Problems with the shards of readable stores."""
     problems: list[str] = []
     with listener.progress("checking", len(stores), "stores") as show:
         for number, store in enumerate(stores):
@@ -92,7 +91,7 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 
 
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
-    """The stores and runs of these names; SaeError if not one of each. `users` are the runs trained on a store."""
+    """The stores and runs of these names, with the runs trained on a store as `users`; SaeError if not one of each."""
     shelves = {"store": home.stores, "run": home.runs}
     kinds = _kinds({kind: shelves[kind]} if kind else shelves)
     users = _users(home)
@@ -138,8 +137,7 @@ def _kinds(shelves: Mapping[str, Shelf]) -> dict[str, list[str]]:
 
 
 def remove(home: Home, entry: dict[str, Any]) -> None:
-    """Remove an entry of `removable`; SaeError if it is being written or trained on. Of a link to a
-    folder only the link is removed."""
+    """Remove an entry of `removable`, of a link only the link; SaeError if it is being written or trained on."""
     path, shelf = Path(entry["path"]), home.stores if entry["kind"] == "store" else home.runs
     try:
         for run in entry["users"]:

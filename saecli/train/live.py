@@ -1,9 +1,6 @@
-"""Rows streamed from a model while an SAE is trained on them.
+"""Rows streamed from a model while an SAE is trained on them, in windows of equal size.
 
-Rows go through windows of equal size. While one is trained on, shuffled, a thread computes the next one's rows. Memory
-also keeps the previous window: decoder steps take rows from both.
-
-Legend: N training rows, W rows of a window, B rows of a batch, D = d_in.
+While one window is trained on, shuffled, a thread computes the next. Decoder steps take rows of the last two windows.
 """
 
 import math
@@ -31,18 +28,18 @@ LIVE_WINDOW_BYTES = 512 << 20
 
 
 class _ClosedError(Exception):
-    """Training is over, or has failed, and no more rows are wanted."""
+    """No more rows are wanted."""
 
 
 class LiveRows(RowSource):
-    """Training rows as a model gives them, each once.
+    """Training rows as a model gives them, each once; a context manager, within which they are computed.
 
-    A context manager: within it rows are computed; an error of the model or its text is raised when the next window is
-    needed. Documents are held out, and of training from an SAE kept out, by the same hash as in a store. The held-out
-    rows of the first window, else the next ones, are the test rows; later ones are dropped.
+    An error of the model or its text is raised when the next window is needed. Documents are held out, and with
+    `from_sae` kept out, by the same hash as in a store. Test rows are the held-out rows of the first window, else the
+    next ones; later ones are dropped.
 
     Args:
-        rows: N; the attribute is corrected once the text has ended.
+        rows: the attribute is corrected once the text has ended.
         split_seed: of the choice of held-out documents.
         least: least rows of a window.
         window_bytes: of a window, as stored.
@@ -78,8 +75,7 @@ class LiveRows(RowSource):
             self._splits.append(Split("train", TRAINED, split_seed, rest=True))
         # Blocks of the rows of each split; None once they are taken.
         self._of_splits: list[list[np.ndarray]] | None = [[] for _ in self._splits]
-        self._rows_read = self._windows_read = 0
-        self._rows_computed = 0
+        self._rows_read = self._windows_read = self._rows_computed = 0
         self._closed = Event()
 
     def __enter__(self) -> Self:
@@ -123,10 +119,9 @@ class LiveRows(RowSource):
     def batches(
         self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[np.ndarray]:
-        """Shuffled batches, (B, D) float32, a pure function of the rows, seed, epoch and batch size.
+        """Shuffled batches, float32, a pure function of the rows, seed, epoch and batch size.
 
-        Epoch 0 passes once over all rows, another one over those in memory. Before the second window the pass can be
-        restarted.
+        Epoch 0 passes once over all rows, and can be restarted before the second window; others over those in memory.
         """
         assert part == WHOLE, "one process runs the model"
         assert not first, "rows that a model gives come once"
@@ -138,14 +133,14 @@ class LiveRows(RowSource):
             yield self._stored.decode_rows(self._memory[order[begin : begin + batch_size]])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in memory, (B, D) float32."""
+        """The rows in memory, float32."""
         for begin in range(0, self.ready, batch_size):
             yield self._stored.decode_rows(
                 self._memory[begin : min(begin + batch_size, self.ready)]
             )
 
     def _pass_once(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
-        """Batches of each window, shuffled; rows that do not fill a batch at its end go with the next window."""
+        """Rows that do not fill a batch at a window's end go with the next window."""
         carried = self._window[:0]
         while True:
             window = self._window
@@ -168,7 +163,7 @@ class LiveRows(RowSource):
             self._fill()
 
     def _fill(self) -> None:
-        """Read the next window, over the last but one."""
+        """Read the next window, in place of the last but one."""
         begin = self._windows_read % 2 * self._window_rows
         window_rows = min(self._window_rows, self.rows - self._rows_read)
         window = self._memory[begin : begin + window_rows]
@@ -190,7 +185,7 @@ class LiveRows(RowSource):
     def _training_rows(
         self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]
     ) -> Iterator[np.ndarray]:
-        """The training rows of blocks; those of the splits are kept until they are taken."""
+        """The training rows of blocks; rows of the splits are kept until they are taken."""
         for rows, documents in blocks:
             train = np.ones(len(rows), bool)
             for number, split in enumerate(self._splits):
@@ -201,7 +196,7 @@ class LiveRows(RowSource):
             yield rows[train]
 
     def _take_rows_of_splits(self) -> tuple[ArrayRows, ArrayRows | None]:
-        """Test rows, the held-out rows seen so far, else the next ones; and those kept out, if there are any."""
+        """Test rows, and rows kept out, if there are any."""
         of_splits = self._of_splits or [[]]
         while not any(map(len, of_splits[0])):
             block = next(self._train, None)
@@ -214,9 +209,8 @@ class LiveRows(RowSource):
         ]
         if not len(test) or not self.rows:
             raise ConfigError(
-                "--dataset has too few documents: expected training rows and held-out ones, got "
-                f"{self.rows:,} and {len(test):,}; name a text of more documents, raise --rows, or use "
-                "another --split-seed"
+                f"--dataset has too few documents: expected training rows and held-out ones, got {self.rows:,} and "
+                f"{len(test):,}; name a text of more documents, raise --rows, or use another --split-seed"
             )
         test_rows, *compared = [
             ArrayRows(self._stored.decode_rows(part)) for part in (test, *kept_out) if len(part)
@@ -224,7 +218,7 @@ class LiveRows(RowSource):
         return test_rows, compared[0] if compared else None
 
     def _go_on(self, tokens: int, rows: int) -> None:
-        """Show the progress of the first window; called in the model's thread."""
+        """Called in the model's thread."""
         if self._closed.is_set():
             raise _ClosedError
         self._rows_computed += rows

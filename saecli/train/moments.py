@@ -1,7 +1,6 @@
 """What a decoder step collects from the rows of its pass.
 
-B rows in a block, b of them in this process, n sampled; D = d_in, E = d_out, F = d_sae. With a skip the rows stand next
-to the targets, (B, E + D), which are what the last skip leaves: [y - x S_t, x].
+n rows sampled, D = d_in, E = d_out, F = d_sae. With a skip S the targets are [y - x S_t, x], (B, E + D).
 """
 
 import math
@@ -34,13 +33,15 @@ from .rows import BLOCK_ROWS
 # Least mean norm of the decoder, over the encoder's at the start; least of a latent, over the mean.
 LEAST_SIZE = 1e-2
 
+FIGURES = ("relative_alpha", "condition", "residual")  # of a decoder step
+
 # Alpha as it is; or of least leave-one-out error, in a walk from the last one, or searched for from the start.
 AlphaRule = Literal["keep", "walk", "anew"]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass over rows that ends in a decoder step."""
+    """A pass over rows, for a decoder step."""
 
     number: int  # of decoder steps before it
     step: int  # steps of descent before it
@@ -67,15 +68,14 @@ def alpha_rule(number: int) -> AlphaRule:
 
 
 class Moments:
-    """What a decoder step needs to know of its rows: N, sum z, sum y, sum z z', sum z y', every
-    `ceil(rows / BLOCK_ROWS)`-th row as a sample, and how often and how much each latent fires."""
+    """N, sum z, sum y, sum z z', sum z y' of a pass; every `ceil(rows / BLOCK_ROWS)`-th row as a sample; how often and
+    how much each latent fires."""
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self.system = system
         self._dictionary, self._sparsity = dictionary, sparsity
         self._stride = max(1, math.ceil(rows / BLOCK_ROWS))
-        # All rows are collected, not only the sampled ones.
-        self._holds = isinstance(system, HeldRows)
+        self._holds = isinstance(system, HeldRows)  # then all rows are collected
         W_dec = dictionary.decoder().detach()
         self._weighed = dictionary.weighed(W_dec)
         # The penalty's weight of each decoder norm, summed over rows, (F,).
@@ -103,8 +103,8 @@ class Moments:
         solve: str,
         encoded: Callable[[], Iterator[tuple[Codes, Batch]]],
     ) -> Self:
-        """Empty ones, of the kind that solves for this decoder in bytes of memory; see `method_for`. `encoded` gives
-        the codes again to an iterative solution that cannot keep them."""
+        """Empty moments, for the method that `method_for` chooses; `encoded` gives the codes again to an iterative
+        solution that cannot keep them."""
 
         def codes_again() -> Iterator[Codes]:
             return (codes for codes, batch in encoded() if len(batch.x))
@@ -118,7 +118,7 @@ class Moments:
 
     @property
     def rows(self) -> float:
-        """N, of all processes."""
+        """Of all processes."""
         return self.system.rows
 
     @property
@@ -132,7 +132,7 @@ class Moments:
 
     @property
     def solved_together(self) -> bool:
-        """Whether all processes solve in lockstep, each with its own codes; else rank 0 solves alone."""
+        """In lockstep, each process with its own codes; else rank 0 solves alone."""
         return isinstance(self.system, StreamedCodes)
 
     def add(self, codes: Codes, batch: Batch) -> None:
@@ -160,7 +160,7 @@ class Moments:
         self.firings += codes.latent_counts()
 
     def reduce(self, communicator: Communicator) -> None:
-        """Complete the sums, over all processes; the sample is then rank 0's, or of all if `solved_together`."""
+        """Sum over processes; the sample is then rank 0's, or if `solved_together` everyone's."""
         z, y = torch.cat(self._z), torch.cat(self._y)
         several = communicator.world_size > 1
         if several:  # rank 0 has all rows, sorted by their numbers; the others only their own
@@ -181,12 +181,11 @@ class Moments:
 
     @property
     def W_t(self) -> Tensor:  # noqa: N802
-        """The decoder before the step, (F, E)."""
         return self._dictionary.decoder().detach()
 
     @property
     def b_t(self) -> Tensor:
-        """b_dec before the step, (E,); with a skip (E + D,), zeros at the end."""
+        """b_dec, (E,); with a skip (E + D,), zeros at the end."""
         b_dec = self._dictionary.b_dec.detach()
         return torch.cat([b_dec, b_dec.new_zeros(self.y.shape[1] - len(b_dec))])
 
@@ -198,8 +197,7 @@ class Moments:
         communicator: Communicator,
         needless: int = 0,
     ) -> DecoderState:
-        """The decoder's optimum, the same in all processes, with its alpha relative to a number of rows; `needless`
-        as in `optimal_decoder`."""
+        """The optimum, the same in all processes, its alpha relative to `rows`; `needless` as in `optimal_decoder`."""
         dictionary, state = self._dictionary, None
         tensors = {
             "Delta": terms.W_t,
@@ -227,7 +225,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Solution:
-    """What is kept of decoder steps: figures of the last one, and the largest ridge taken instead of a smaller one."""
+    """Figures of the last decoder step, and the largest ridge that had to be raised."""
 
     encoder_norm: float  # at the start of training
     alpha: float = math.nan  # relative to all rows
@@ -237,36 +235,29 @@ class Solution:
     raised: float = 0.0
 
     def after(self, state: DecoderState) -> Self:
-        return replace(
-            self,
-            alpha=state.alpha,
-            relative_alpha=state.relative_alpha,
-            condition=state.condition,
-            residual=state.residual,
-            raised=max(self.raised, state.ridge) if state.raised else self.raised,
-        )
+        figures = {name: getattr(state, name) for name in ("alpha", *FIGURES)}
+        raised = max(self.raised, state.ridge) if state.raised else self.raised
+        return replace(self, raised=raised, **figures)
 
     def record(self) -> dict[str, float]:
-        names = ("relative_alpha", "condition", "residual")
-        figures = {name: getattr(self, name) for name in names}
+        figures = {name: getattr(self, name) for name in FIGURES}
         known = {name: figure for name, figure in figures.items() if not math.isnan(figure)}
         return {"alpha": self.alpha, **known}
 
     def notes(self, chosen: bool) -> list[str]:
-        """Sentences on a bad solution; `chosen`: whether alpha is by leave-one-out."""
+        """Warnings; `chosen`: alpha is by leave-one-out."""
         notes = []
         if self.residual > 2 * TOLERANCE:
             notes.append(
-                f"the last decoder step was solved to a residual of {self.residual:.1g} only, "
-                f"where {TOLERANCE:g} was wanted; give a larger --alpha, or --solve direct"
+                f"the last decoder step has a residual of {self.residual:.1g}, expected {TOLERANCE:g}; give a larger "
+                "--alpha, or --solve direct"
             )
         if self.raised:
             advice = "give a larger --alpha, or leave the choice to --alpha auto"
             if chosen:
                 advice = "the codes are degenerate: see `sae sparsity`, and try a lower --lr"
             notes.append(
-                f"a decoder step could not be solved with the ridge asked for, and took {self.raised:.3g} instead; "
-                f"{advice}"
+                f"a decoder step failed with the ridge asked for, and took {self.raised:.3g}; {advice}"
             )
         return notes
 
@@ -288,7 +279,7 @@ def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
 def broadcast_state(
     state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator
 ) -> DecoderState:
-    """Rank 0's state in all processes; `like` gives the tensors that it has by name, for their shapes."""
+    """Rank 0's state in all processes; `like` has the shapes of its tensors."""
     if state is not None and communicator.world_size == 1:
         return state
     nothing: dict[str, Any] = dict.fromkeys(like)
@@ -305,9 +296,9 @@ def broadcast_state(
 def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tensor:
     """Weights, (F,), of the quadratics in `||W_i||` that majorise the penalty, and equal it at the current decoder.
 
-    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
-    penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the penalised norms, summed
-    over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
+    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`: encoder and decoder step descend on one objective, else the two
+    would drive the codes to zero. `weights`, (F,), are the penalty's derivatives in the norms, summed over rows; a
+    crosscoder's norms are sums over hook points, and the quadratic majorises for multiples of W_t.
     """
     W_dec = dictionary.decoder().detach().double()
     sizes = dictionary.weighed(W_dec).norm(dim=1)

@@ -1,6 +1,6 @@
-"""The options of `sae train`: those common to all solvers, then each solver's.
+"""The options of `sae train`, those common to all solvers, then each solver's; and of `sae finetune`.
 
-Imports no torch, so that help pages are fast; methods that need it import it.
+Imports no torch, so that help pages are fast.
 """
 
 from __future__ import annotations
@@ -14,8 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from ..base.errors import ConfigError
-from ..base.options import Check, Config, Count, Fraction, NonNegative, Positive, Seed, Shown
+from ..base.options import (
+    Check,
+    Config,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seed,
+    Shown,
+    options_from,
+    options_of,
+)
 from ..base.processes import ALONE, Communicator
+from ..extract.options import ExtractConfig
+from ..extract.readers import STDLIB_DOCS, TEXT_FILES
+from ..model.names import ModelDtype
 from ..sae.activations import sparsity_names
 
 if TYPE_CHECKING:
@@ -44,7 +58,7 @@ RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is
 
 
 def check_prefixes(text: str) -> str:
-    """The text; ValueError, whose message completes "the option must be", for an invalid `--prefixes`."""
+    """The text; ValueError, whose message completes "the option must be", if invalid."""
     words = text.split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     rise = all(before < after for before, after in pairwise((0, *numbers)))
@@ -212,7 +226,7 @@ class TrainingConfig(Config):
 
     @property
     def nested(self) -> Prefixes:
-        """The prefixes of a resolved configuration; empty if not nested."""
+        """Of a resolved configuration; empty if not nested."""
         return tuple(map(int, self.prefixes.split(","))) if self.prefixes else ()
 
     @property
@@ -226,7 +240,7 @@ class TrainingConfig(Config):
 
 @dataclass(frozen=True)
 class SolverConfig(Config):
-    """Base of the options of solvers, `Sgd`, `Pam`, `PamSgd` and `Finetune`; its fields are their defaults."""
+    """Base of the options of solvers; class variables are defaults."""
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
@@ -239,14 +253,14 @@ class SolverConfig(Config):
 
     @property
     def can_fix(self) -> tuple[str, ...]:
-        """The weights of which training can leave one as it is, and train the other."""
+        """Weights that training can leave as they are, one at a time."""
         return ("W_enc",)
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
+        """ConfigError for training settings, or rows, that cannot work with the solver's options."""
 
     def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
-        """A `Solver` of a `Task`, from a copy of `initial`, alone or with the communicator's other processes."""
+        """A `Solver` of a `Task`, from a copy of `initial`."""
         module, name = self.implementation.split(":")
         return getattr(import_module(f".{module}", __package__), name)(
             initial, task, self, communicator
@@ -319,7 +333,7 @@ class Sgd(Paper, Revival, SolverConfig):
 
 @dataclass(frozen=True)
 class ClosedForm(SolverConfig):
-    """Options of solvers with a decoder step; penalties are in the units of a sum of squared errors over all rows."""
+    """Options of solvers with a decoder step; penalties are in units of the squared error summed over all rows."""
 
     descending: ClassVar[int] = 1  # the decoder is solved for
 
@@ -366,8 +380,8 @@ class Pam(Paper, ClosedForm):
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         if rows.ready < rows.rows:
             raise ConfigError(
-                f"--solver pam needs all rows in memory, at most {rows.ready:,} with --model, got "
-                f"{rows.rows:,}; lower --rows, or make a store by `sae extract`"
+                f"--solver pam needs all rows in memory, at most {rows.ready:,} with --model, got {rows.rows:,}; lower "
+                "--rows, or make a store by `sae extract`"
             )
 
 
@@ -393,3 +407,84 @@ class PamSgd(Revival, ClosedForm):
             advanced=True,
         ),
     ] = "auto"
+
+
+# Of `sae extract`, for a text instead of a store.
+TEXT = (
+    "dataset",
+    "mix",
+    "dataset_config",
+    "dataset_split",
+    "dataset_revision",
+    "text_column",
+    "context",
+)
+
+
+@dataclass(frozen=True)
+class Finetune(SolverConfig):
+    name: ClassVar[str] = "finetune"
+    command: ClassVar[str] = "finetune"
+    implementation: ClassVar[str] = "through:ThroughModel"
+
+    model: Annotated[
+        str | None,
+        Shown(
+            "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
+            once=True,
+        ),
+    ] = None
+    model_revision: Annotated[
+        str | None,
+        Shown("Branch, tag or commit of a hub model. Default: the one that RUN names.", once=True),
+    ] = None
+    model_dtype: Annotated[
+        ModelDtype,
+        Shown("Precision of the language model, as of `sae extract`.", once=True, advanced=True),
+    ] = "auto"
+    layer: Annotated[
+        Seed | None, Shown("Block where RUN acts, if it does not say.", once=True, advanced=True)
+    ] = None
+    site: Annotated[
+        str | None, Shown("Hook point in the block, if RUN does not say.", once=True, advanced=True)
+    ] = None
+    module: Annotated[
+        str | None,
+        Shown("Or the module where RUN acts, if it does not say.", once=True, advanced=True),
+    ] = None
+    tokens: Annotated[
+        Count, Shown("Tokens to train on; shorter text is passed over again.", once=True)
+    ] = 500_000
+    objective: Annotated[
+        Literal["kl", "ce"],
+        Shown(
+            "What the spliced model's predictions are trained for: kl, the model's own "
+            "predictions; ce, the next token."
+        ),
+    ] = "kl"
+    fvu_weight: Annotated[
+        NonNegative, Shown("Weight of FVU next to the objective, in nats per token.")
+    ] = 5.0
+    only: Annotated[
+        Literal["decoder"] | None,
+        Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),
+    ] = None
+
+
+_FINETUNE_HELP = {
+    "lr": "Peak learning rate, falling to 0. auto: a quarter of `sae train --solver sgd`'s.",
+    "seed": "Seed of the order of the windows.",
+    "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a {TEXT_FILES}; or "
+    f"{STDLIB_DOCS}.",
+}
+
+
+FINETUNED = (
+    *options_from(Finetune, options_of(Finetune), {}, panel="Training"),
+    *options_from(
+        TrainingConfig, ("lr", "seed", "log_to", "device"), _FINETUNE_HELP, panel="Training"
+    ),
+    *options_from(
+        ExtractConfig, TEXT, _FINETUNE_HELP, panel="Text without a store", once=True, advanced=True
+    ),
+)

@@ -1,14 +1,11 @@
-"""`--solver pam-sgd`: Algorithm 3.1 with another unknown, and the upkeep of its latents between the steps.
+"""`--solver pam-sgd`: Algorithm 3.1 with another unknown, Delta in `W_dec = c W_enc' + Delta`, and upkeep of latents.
 
-The unknown is Delta in `W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha
-on Delta; the encoder step holds Delta and c, differentiates through c W_enc', and moves b_dec. A large alpha is SGD
-with tied weights, a small one the free decoder.
+The decoder step solves for Delta, c and b_dec with the ridge alpha on Delta; the encoder step holds Delta and c,
+differentiates through c W_enc', and moves b_dec. A large alpha is SGD with tied weights, a small one the free decoder.
 
 Alternation moves slowly along valleys that joint descent follows, so from some step on the decoder is released: trained
-by gradient with the encoder, and replaced by its optimum as before. Where leave-one-out chooses a large alpha the rows
-don't support a decoder far from the tie, and it is held to the end (`--release`).
-
-D = d_in, E = d_out, F = d_sae.
+by gradient too, and replaced by its optimum as before; but where leave-one-out chooses a large alpha, the rows support
+no decoder far from the tie, and it is held (`--release`).
 """
 
 import math
@@ -62,7 +59,7 @@ class PamSgdSolver(PamSolver):
         return passes
 
     def _penalises_norms(self) -> bool:
-        """Whether decoder steps have a part of the penalty, which the last leaves out."""
+        """Whether decoder steps, but for the last, have a part of the penalty."""
         dictionary = self.dictionary
         codes = Codes(torch.ones_like(dictionary.b_enc)[None])
         weights = dictionary.activation.norm_weights(
@@ -71,7 +68,7 @@ class PamSgdSolver(PamSolver):
         return bool(self.task.training.sparsity_weight) and bool(weights.any())
 
     def _release_from(self) -> float:
-        """The fraction of the steps from which the decoder may be released; 1 for never."""
+        """As a fraction of the steps; 1 for never."""
         if self.config.release != "auto":
             return float(self.config.release)
         # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied from the start, 0.220
@@ -85,9 +82,8 @@ class PamSgdSolver(PamSolver):
 
     @torch.no_grad()
     def decoder_step(self, due: Pass, rows: TrainingRows) -> None:
-        """Delta, c and b_dec: the optimum for the codes of the pass; and the upkeep, which more training follows."""
+        """Delta, c and b_dec: the optimum for the codes of the pass; then upkeep, unless it is the last."""
         moments, dictionary = self.moments(due, rows), self.dictionary
-        # The last leaves the penalty out.
         weight = 0.0 if due.last else self.task.penalty_weight(self.steps - 1)
         weights = weight * moments.norm_weights
         decay = penalty_decay(dictionary, weights, self.solution.encoder_norm)
@@ -112,7 +108,6 @@ class PamSgdSolver(PamSolver):
             revive(self, moments.used(state), moments.rows)
 
     def may_release(self, state: DecoderState) -> bool:
-        """Whether the rows support a decoder far from the tie: leave-one-out chose no large alpha."""
         alpha_decides = self.config.release == "auto" and self.task.B is None
         return not alpha_decides or state.relative_alpha < RELEASED_BELOW
 
@@ -135,8 +130,8 @@ class PamSgdSolver(PamSolver):
 def passes_after(steps: Sequence[int], rows: int, d_sae: int, release_from: float) -> list[Pass]:
     """Passes after these steps, ascending: `PASS_ROWS` rows per latent each, the last `LAST_ROWS`.
 
-    The first one before the last that is due after the fraction `release_from` of the steps decides on the release.
-    Alpha is chosen at passes 0, 1, 2, 4, ..., at the release and at the last.
+    Alpha is chosen at passes 0, 1, 2, 4, ..., at the last, and at the release: the first pass, but not the last, due
+    after the fraction `release_from` of the steps.
     """
     *earlier, total = steps
     passes = []
@@ -152,8 +147,8 @@ def passes_after(steps: Sequence[int], rows: int, d_sae: int, release_from: floa
 
 
 def steps_between(task: Task, d_sae: int) -> int:
-    """Encoder steps between decoder steps: `DECODER_STEPS` times in all, or if their passes would take more than half
-    of the rows of the encoder steps, once per epoch."""
+    """Encoder steps between decoder steps: for `DECODER_STEPS` in all, or if their passes would take more than half of
+    the rows of the encoder steps, one per epoch."""
     rows_of_steps = task.steps * task.training.batch_size
     affordable = rows_of_steps / (2 * min(task.rows, PASS_ROWS * d_sae))
     epochs = math.ceil(task.steps / task.batches)

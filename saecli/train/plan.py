@@ -1,4 +1,4 @@
-"""What to train, every setting resolved; and warnings: one sentence on a measure, and the option to change."""
+"""What to train, every setting resolved; and warnings."""
 
 import math
 from collections.abc import Mapping
@@ -47,8 +47,8 @@ STORE = "make a store of them by `sae extract`, and train on that"  # advice on 
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Rows to train on, to measure on, and kept out of training, to compare with an SAE that it begins from or to set
-    thresholds on; `fraction` of the training rows are trained on."""
+    """Rows to train on, to measure on, and kept out, to compare SAEs or set thresholds on; `fraction` of the training
+    rows are trained on."""
 
     train: RowSource
     test: RowSource | None = None
@@ -62,7 +62,7 @@ def split_rows(
     from_sae: bool,
     activation: Activation,
 ) -> SplitRows:
-    """The parts of a store, or of several joined; `from_sae` if training begins from an SAE."""
+    """The parts of a store; `from_sae`: training begins from an SAE."""
     seed, fraction = training.split_seed, training.fraction
     test = store.split("test", seed=seed)
     if not from_sae and not activation.is_calibrated(training.sparsity):
@@ -75,8 +75,8 @@ def split_rows(
 def split_kept_out(
     store: ActivationStore | Joined, seed: int, fraction: float = TRAINED
 ) -> tuple[Rows | JoinedRows, Rows | JoinedRows | None]:
-    """Rows to train an SAE on, a fraction of the training documents', and rows of those after the first `TRAINED`, so
-    that held-out rows have no part in what is chosen on these; None if there are too few documents."""
+    """Rows of a fraction of the training documents, and of those after the first `TRAINED`, so that held-out rows
+    decide nothing; None if documents are too few."""
     train = store.split("train", fraction=fraction, seed=seed)
     try:
         return train, store.split("train", fraction=TRAINED, seed=seed, rest=True)
@@ -86,23 +86,18 @@ def split_kept_out(
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train, every setting resolved.
-
-    Test rows are measured after each epoch: `epoch_steps`, or without it a pass over all rows. Without `start`,
-    training starts from random directions. `fixed` names the weights that keep their start, W_enc or W_dec; see `Task`.
-    Before and after are compared, and thresholds set, on `kept_out`, without it on the training rows.
-    """
+    """What to train, every setting resolved."""
 
     train_rows: RowSource
     test_rows: RowSource | None
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
-    start: Start | None = None
-    fixed: str | None = None
-    kept_out: RowSource | None = None
+    start: Start | None = None  # None for random directions
+    fixed: str | None = None  # see `Task`
+    kept_out: RowSource | None = None  # to compare SAEs and set thresholds on, else training rows
     kept_scale: Tensor | None = None  # see `Normalisation.kept`
-    epoch_steps: int | None = None
+    epoch_steps: int | None = None  # between measures of test rows; None for a pass over all rows
 
     @classmethod
     def resolve(
@@ -115,12 +110,10 @@ class Plan:
         start: Start | None = None,
         kept_out: RowSource | None = None,
     ) -> Self:
-        """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
-        together."""
+        """Every default filled in; ConfigError if settings contradict each other, or do nothing together."""
         if training.skip and not train_rows.d_target:
             raise ConfigError(
-                "--skip does nothing without --target: from rows to themselves it would be all; leave it "
-                "out, or name the store that is predicted"
+                "--skip does nothing without --target; leave it out, or name the store that is predicted"
             )
         if start is not None:
             training, activation = start.inherit(training, activation, train_rows)
@@ -136,13 +129,13 @@ class Plan:
             training = replace(training, normalize="scale" if activation.one_scale else chosen)
         if training.normalize == "model" and train_rows.reads is None:
             raise ConfigError(
-                "--normalize model needs weights of the model's later norms, which these rows come without: "
-                "expected a store of a residual stream, by `sae extract`; use --normalize scale"
+                "--normalize model needs weights of the model's later norms, which a store of a residual stream has; "
+                "use --normalize scale"
             )
         if activation.one_scale and (train_rows.places or training.normalize not in ONE_SCALE):
             raise ConfigError(
-                f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
-                "with one hook point and --normalize scale, or another --act"
+                f"--act {activation.name} compares directions, so all dimensions need one scale: use it with one hook "
+                "point and --normalize scale, or another --act"
             )
         solver.check(training, train_rows)
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
@@ -152,15 +145,15 @@ class Plan:
         return plan
 
     def _demand_one_pass(self) -> None:
-        training, most = self.training, self.batches
-        if (training.epochs or 1) > 1:
+        epochs, steps, most = self.training.epochs, self.training.steps, self.batches
+        if (epochs or 1) > 1:
             raise ConfigError(
-                f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}"
+                f"--epochs must be 1 with --model, whose rows come once, got {epochs}; {STORE}"
             )
-        if (training.steps or 0) > most:
+        if (steps or 0) > most:
             raise ConfigError(
-                f"--steps must be at most {most} with --model, whose rows come once, got "
-                f"{training.steps}; raise --rows, or {STORE}"
+                f"--steps must be at most {most} with --model, whose rows come once, got {steps}; raise --rows, or "
+                f"{STORE}"
             )
 
     @cached_property  # cached: a text that ends early changes `rows`
@@ -173,7 +166,7 @@ class Plan:
 
     @cached_property
     def epochs(self) -> int:
-        """Passes over the rows; of the last one perhaps a part."""
+        """Passes over the rows; the last may be partial."""
         return math.ceil(self.steps / self.batches)
 
     @property
@@ -183,7 +176,7 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
-        """Whether k keeps as many latents as there are, or as dimensions."""
+        """Whether k reaches the number of latents or dimensions."""
         k = self.activation.k if isinstance(self.activation, KeepsK) else 0
         return k >= min(self.train_rows.d_in, self.d_sae)
 
@@ -202,7 +195,7 @@ class Plan:
 def fill_defaults(
     training: TrainingConfig, activation: Activation, rows: int, d_in: int
 ) -> TrainingConfig:
-    """The options with every default filled in that depends on the data or the activation; idempotent."""
+    """The options with the defaults that depend on data or activation filled in; idempotent."""
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
     training = replace(training, batch_size=min(training.batch_size, rows))
@@ -227,15 +220,16 @@ def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) 
     sparsity = activation.default_sparsity if training.sparsity is None else training.sparsity
     activation.check_sparsity(sparsity)
     weight, warm_up = training.sparsity_weight, training.sparsity_warm_up
-    if sparsity == "none" and weight:
-        raise ConfigError(
-            "--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
-            f"({', '.join(name for name in activation.penalties() if name != 'none')})"
-        )
-    if sparsity == "none" and warm_up not in (None, PENALTY_WARM_UP):
-        raise ConfigError(
-            "--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty"
-        )
+    given = {
+        "--sparsity-weight": bool(weight),
+        "--sparsity-warm-up": warm_up not in (None, PENALTY_WARM_UP),
+    }
+    for option, is_given in given.items():
+        if sparsity == "none" and is_given:
+            raise ConfigError(
+                f"{option} does nothing with --sparsity none; leave it out, or name a penalty "
+                f"({', '.join(name for name in activation.penalties() if name != 'none')})"
+            )
     if weight is None:
         weight = activation.penalty(sparsity).default_weight(d_in)
     return replace(
@@ -265,22 +259,21 @@ def _precision(training: TrainingConfig, weights: int) -> Precision:
         return "bf16" if multiplies_bf16(device_named(training.device)) else "float32"
     if training.dtype == "float64" and training.precision != "float32":
         raise ConfigError(
-            f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
-            "leave it out"
+            f"--precision {training.precision} cannot be used with --dtype float64; leave it out"
         )
     return training.precision
 
 
 def demand_machine(plan: Plan, communicator: Communicator) -> int:
-    """The bytes free for a decoder step; ConfigError if it needs more, for a precision that the device lacks, or for a
-    batch too small for several processes."""
+    """The bytes free for a decoder step; ConfigError if it needs more, if the device lacks the precision, or if a batch
+    has fewer rows than there are processes."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
     if training.batch_size < communicator.world_size:
         raise ConfigError(
-            f"--batch-size must be at least the number of processes, {communicator.world_size}, which share "
-            f"every batch, got {training.batch_size}"
+            f"--batch-size must be at least the number of processes, {communicator.world_size}, got "
+            f"{training.batch_size}"
         )
     width = max(rows.d_in, rows.d_target)
     weights = 9 * 4 * d_sae * width  # three matrices; of two a gradient and two vectors of Adam
@@ -294,9 +287,8 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
         ).bytes
         if needed > free:
             raise ConfigError(
-                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory for a "
-                f"decoder step, {max(free, 0) / 2**30:.1f} GiB are free for it; use a smaller --d-sae, or --solver "
-                "sgd, which solves for no decoder"
+                f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB for a decoder step, "
+                f"{max(free, 0) / 2**30:.1f} GiB are free; use a smaller --d-sae, or --solver sgd"
             )
     return free
 
@@ -307,7 +299,7 @@ def doubts_at_start(plan: Plan) -> list[str]:
     if rows < d_in:
         warnings.append(
             f"there are fewer training rows, {rows:,}, than dimensions, {d_in:,}: if the array has a column per row, "
-            "import it with --transpose, in Python give rows.T; else train on more rows"
+            "import it with --transpose, in Python rows.T; else train on more rows"
         )
     documents = few_documents(plan.test_rows)
     if plan.test_rows is not None and documents:
@@ -326,7 +318,7 @@ def doubts_at_start(plan: Plan) -> list[str]:
 
 
 def few_documents(rows: RowSource | None) -> int:
-    """The number of documents that stored rows are of, below `ENOUGH_DOCUMENTS`; else, or if not known, 0."""
+    """The documents of stored rows, if fewer than `ENOUGH_DOCUMENTS`; else, or if unknown, 0."""
     documents: set[int] = set()
     if rows is not None and rows.inputs and "document" in rows.inputs[0].store.meta.columns:
         for numbers in rows.inputs[0].column("document", BLOCK_ROWS):
@@ -337,7 +329,7 @@ def few_documents(rows: RowSource | None) -> int:
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
-    """Further warnings, about measures on held-out rows, or on training rows if held-out ones do not vary."""
+    """Warnings on measures of held-out rows, or of training rows if held-out ones do not vary."""
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
     has_penalty, activation = plan.training.sparsity != "none", plan.activation
     if measures["l0"] < 1 and has_penalty:
@@ -359,9 +351,8 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     if overfitted and "fvu" not in doubted:
         fewer = "fewer --epochs or " if plan.epochs > 1 else ""
         warnings.append(
-            f"held-out FVU {number(test['fvu'])} is far above that of training rows, "
-            f"{number(train['fvu'])}, after {counted(plan.epochs, 'epoch')}; make a store of more rows, or use {fewer}"
-            "a smaller --d-sae"
+            f"held-out FVU {number(test['fvu'])} is far above training rows' {number(train['fvu'])}, after "
+            f"{counted(plan.epochs, 'epoch')}; make a store of more rows, or use {fewer}a smaller --d-sae"
         )
     return [*plan.train_rows.warnings, *warnings]
 

@@ -1,6 +1,6 @@
-"""Normalised and smoothed training rows in batches, what is measured on them before training, and rows of arrays.
+"""Normalised and smoothed training rows in batches; rows of arrays.
 
-Shapes: N rows, n sampled, B in a batch, D = d_in, E the width of targets next to the rows, 0 if these are the rows.
+N rows, n sampled, B in a batch, D = d_in, E the width of targets next to the rows, 0 if these are the rows.
 """
 
 import math
@@ -36,13 +36,12 @@ def fit_normalisation(
     d_target: int = 0,
     reads: np.ndarray | None = None,
 ) -> Normalisation:
-    """The normalisation of rows, given the spread of training rows and targets; `widths` of inputs side by side.
+    """The normalisation of rows and targets of this spread; `widths` are of inputs side by side.
 
-    `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
-    `model` first multiplies each dimension by the root of how strongly the model reads it, `reads`, (D + E,); `init`
-    likewise, with those of an SAE's metric.
-    `standardize` centres, and gives each dimension unit variance, as the paper does; one that does not vary is
-    only centred. ConfigError if all rows are the same.
+    `scale` centres, and divides each input, and the target, by one number, to a mean squared norm of its width. `model`
+    and `init` first multiply each dimension by the root of `reads`, (D + E,): how strongly the model reads it, or an
+    SAE's metric. `standardize` centres, and gives each dimension that varies unit variance, as the paper does.
+    ConfigError if all rows are the same.
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     d_in = len(mean) - d_target
@@ -62,8 +61,8 @@ def fit_normalisation(
 def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
     if variance.sum() == 0:
         raise ConfigError(
-            f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
-            "give another --data, or a larger --fraction"
+            f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; give another "
+            "--data, or a larger --fraction"
         )
     if kind == "none":
         return torch.ones_like(variance)
@@ -83,7 +82,7 @@ def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
 
 
 class ArrayRows(RowSource):
-    """The rows (N, D), and targets (N, E), of arrays of floats, or bytes of images; float32 ones are not copied."""
+    """Rows, (N, D), and targets, (N, E), of floats, or bytes of images; float32 ones are not copied."""
 
     name = "these rows"
 
@@ -96,18 +95,17 @@ class ArrayRows(RowSource):
         rows = np.asarray(rows)
         if rows.ndim != 2 or not rows.size:
             raise ConfigError(
-                f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
-                f"{tuple(rows.shape)}"
+                f"--rows must be an array of numbers (rows, d_in), got one of {rows.dtype} and shape {rows.shape}"
             )
         if not (rows.dtype.kind == "f" or rows.dtype == "uint8"):
             # Other integers are token ids, or the bits of bfloat16 numbers.
             raise ConfigError(
-                f"--rows must be floats, or bytes of images, got {rows.dtype}; convert numbers by "
-                "astype(float32), and bits of bfloat16 by torch's view(torch.bfloat16)"
+                f"--rows must be floats, or bytes of images, got {rows.dtype}; convert numbers by astype(float32), and "
+                "bits of bfloat16 by torch's view(torch.bfloat16)"
             )
         if self._targets is not None and self._targets.rows != len(rows):
             raise ConfigError(
-                f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}"
+                f"--target must have {len(rows)} rows, as --rows has, got {self._targets.rows}"
             )
         self._rows, (self.rows, self.d_in) = rows, rows.shape
         self.d_target = self._targets.d_in if self._targets else 0
@@ -116,14 +114,13 @@ class ArrayRows(RowSource):
         bad = sum((~np.isfinite(block).all(1)).sum() for block in self.sequential(BLOCK_ROWS))
         if bad:
             raise ConfigError(
-                f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
-                "out"
+                f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those out"
             )
 
     def batches(
         self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[np.ndarray]:
-        """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
+        """Batches, (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
         for begin in range(first * batch_size, self.rows, batch_size):
             numbers = order[begin : begin + batch_size]
@@ -145,7 +142,7 @@ class ArrayRows(RowSource):
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows in batches, on the device of the normalisation; each process takes a part of each batch."""
+    """Normalised rows in batches, on the normalisation's device; each process takes a part of each batch."""
 
     stored: RowSource
     normalisation: Normalisation
@@ -162,26 +159,19 @@ class TrainingRows:
         return self.stored.d_in
 
     def in_epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """Every row once, in an order that is a pure function of seed and epoch, without the `first` batches."""
+        """Every row once, without the `first` batches, in an order that is a pure function of seed and epoch."""
         part, size = part_of(self.communicator), self.batch_size
         own = self.stored.batches(size, seed=self.seed, epoch=epoch, part=part, first=first)
-        yield from self._in_all(
-            self._normalised(own),
-            size,
-            lambda number, size: torch.arange(*part.of(size)),
-            first,
-        )
+        yield from self._in_all(own, size, lambda number, size: torch.arange(*part.of(size)), first)
 
     def from_step(self, step: int, batches: int, epochs: int) -> Generator[Batch, None, None]:
-        """Shuffled batches after a number of steps, to the end of the last of `epochs`, each of `batches` batches."""
-        epoch, first = divmod(step, batches)
-        while epoch < epochs:
-            yield from self.in_epoch(epoch, first)
-            epoch, first = epoch + 1, 0
+        """Shuffled batches from a step on; each of the `epochs` has a number of `batches`."""
+        begun, first = divmod(step, batches)
+        for epoch in range(begun, epochs):
+            yield from self.in_epoch(epoch, first if epoch == begun else 0)
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
-        """`count` of the rows once, at most all, in larger batches: all in stored order, or the first in
-        shuffled order `number`."""
+        """`count` rows once, in larger batches: all in stored order, or the first of shuffled order `number`."""
         if count == self.rows:
             yield from self._sequential()
             return
@@ -199,11 +189,11 @@ class TrainingRows:
 
     @cached_property
     def sample(self) -> Batch:
-        """The first `SAMPLED_ROWS` rows in shuffled order, or all; the same in all processes."""
+        """The first `SAMPLED_ROWS` in shuffled order; the same in all processes."""
         return self.sample_of(self.stored, SAMPLED_ROWS)
 
     def sample_of(self, stored: RowSource, count: int) -> Batch:
-        """The first rows in shuffled order, or all."""
+        """The first rows in shuffled order."""
         batches = stored.batches(self.batch_size, seed=self.seed, epoch=0)
         enough = islice(batches, math.ceil(count / self.batch_size))
         rows = torch.cat([*self._normalised(enough)])
@@ -211,8 +201,7 @@ class TrainingRows:
 
     @cached_property
     def regression(self) -> Tensor | None:
-        """The targets' regression on the rows, (D, E), by a pass over at most 32 rows per dimension; None if the
-        targets are the rows."""
+        """The targets' regression on at most 32 rows per dimension, (D, E); None if they are the rows."""
         if not self.stored.d_target:
             return None
         D, mean = self.d_in, self.normalisation.mean
@@ -227,24 +216,24 @@ class TrainingRows:
         return torch.linalg.solve(xx + ridge * torch.eye(D).to(xx), xy).to(mean.dtype)
 
     def _sequential(self) -> Iterator[Batch]:
-        """Every row once, in stored order; each batch is in one process, and empty in the others."""
+        """Each batch is in one process, and empty in the others."""
         part = part_of(self.communicator)
         first, stop = part.of(math.ceil(self.rows / BLOCK_ROWS))
         return self._in_all(
-            self._normalised(self.stored.sequential(BLOCK_ROWS, part)),
+            self.stored.sequential(BLOCK_ROWS, part),
             BLOCK_ROWS,
             lambda number, size: None if first <= number < stop else torch.arange(0),
         )
 
     def _in_all(
         self,
-        own: Iterator[Tensor],
+        stored: Iterator[np.ndarray],
         batch_size: int,
         index: Callable[[int, int], Tensor | None],
         first: int = 0,
     ) -> Iterator[Batch]:
-        """The batches of a pass, from `first` on, given this process' rows of them and, by number and size, their
-        `Batch.index`."""
+        """All processes' batches from `first` on, given this one's rows and, by number and size, `Batch.index`."""
+        own = self._normalised(stored)
         if self.communicator.world_size == 1:
             yield from (Batch.of(rows, self.d_in) for rows in own)
             return
@@ -263,12 +252,12 @@ class TrainingRows:
 
 @dataclass(frozen=True, eq=False)
 class Smoothing:
-    """Moves rows along differences of other rows, each independently of its batch.
+    """Moves rows along differences of other rows, so that the encoder overfits less.
 
         x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
 
-    (norms about the sample's mean). Rows are then drawn from a kernel estimate of their density, with a kernel of the
-    data's own shape, so the encoder overfits less. Targets move by the same multiple of their own difference.
+    (norms about the sample's mean): rows drawn from a kernel estimate of their density, the kernel of the data's own
+    shape. Targets move by the same multiple of their own difference.
 
     Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
     """
@@ -279,7 +268,7 @@ class Smoothing:
 
     @property
     def inflation(self) -> float:
-        """Variance of smoothed rows over the rows' own."""
+        """Variance over the rows' own."""
         return 1 + self.width**2 if self.moves else 1.0
 
     @property
@@ -295,7 +284,7 @@ class Smoothing:
         return (self.sample - self._mean).square().sum(1)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """A batch with its rows moved, in new tensors; draws are on the CPU, for all processes' rows."""
+        """A batch of moved rows, in new tensors; draws are on the CPU, for all processes' rows."""
         x = batch.x
         if not self.moves:
             return batch
@@ -322,6 +311,5 @@ def part_of(communicator: Communicator) -> Part:
 
 
 def raw_batches(stored: RowSource, communicator: Communicator = ALONE) -> Iterator[Tensor]:
-    """This process' part of the rows with their targets, unnormalised, in batches, (B, D + E), float32; each is valid
-    until the next."""
+    """This process' part of the rows, unnormalised, in batches, (B, D + E), float32; each is valid until the next."""
     return map(torch.from_numpy, stored.sequential(BLOCK_ROWS, part_of(communicator)))

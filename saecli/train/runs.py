@@ -1,15 +1,14 @@
-"""A training run, its folder, and a run read from there; trackers that `--log-to` names.
+"""A training run and its folder; trackers that `--log-to` names.
 
     run.json                  configuration, data, state, result; written first, and again at the end
     config.toml               the options of `sae train` that repeat the training
     metrics.jsonl             one JSON object per line: `loss, batch_fvu, batch_l0`, means over some training batches,
-                              and at the end of each epoch `test_fvu, test_l0` of all held-out rows
-    checkpoint.safetensors    all state needed to resume, of the end of an epoch, or within one of every 1,000 steps
+                              and after each epoch `test_fvu, test_l0` of all held-out rows
+    checkpoint.safetensors    all state to resume, of the end of an epoch, or within one of every 1,000 steps
     sae.safetensors           the SAE at that time, acting on raw activations
     wandb/                    with --log-to wandb, its own files
 
-Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
-dropped on resuming.
+Each file but `metrics.jsonl` appears whole or not at all; its lines newer than the checkpoint are dropped on resuming.
 """
 
 import importlib.util
@@ -48,13 +47,12 @@ from .start import Start
 from .training import Progress, Record, Training
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
-# Files written before a checkpoint.
-BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, "wandb", "sae.safetensors"}
+BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, "wandb", "sae.safetensors"}  # files
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training on rows of stores, or of a model, and the time of its start."""
+    """A training on rows of stores, or of a model."""
 
     stores: Joined | Streamed
     plan: Plan
@@ -109,9 +107,8 @@ class Run:
         return chosen, resolved
 
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
-        """Write the run's `run.json`: complete if there is a result."""
-        plan = self.plan
-        start = {}
+        """Write `run.json`; complete if there is a result."""
+        plan, start = self.plan, {}
         if plan.start is not None:
             start["init"] = {"name": plan.start.name, "hash": plan.start.hash}
         write_json(
@@ -130,7 +127,7 @@ class Run:
         )
 
     def write_config(self, folder: Path, given: Mapping[str, Any]) -> None:
-        """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
+        """Write a file for `--config` that repeats the run: options given, and as comments those filled in."""
         chosen, resolved = self.options()
         shown = chosen | {name: value for name, value in given.items() if name != "precision"}
         filled = {name: value for name, value in resolved.items() if name not in shown}
@@ -155,8 +152,8 @@ class RunRecord(Record):
         self._tracks = run.plan.training.log_to is not None
         if self._tracks and importlib.util.find_spec("wandb") is None:
             raise ConfigError(
-                "--log-to wandb needs the package wandb, which is not installed; install it with `pip install "
-                "'saecli[wandb]'`, or leave --log-to out: metrics.jsonl holds the same figures"
+                "--log-to wandb needs the package wandb; install it with `pip install 'saecli[wandb]'`, or leave "
+                "--log-to out: metrics.jsonl holds the same figures"
             )
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
@@ -248,7 +245,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill."""
+    """The lines of `metrics.jsonl`, without a last one cut off by a kill."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -261,8 +258,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def claimed(folder: Path, new: bool = True) -> Iterator[None]:
-    """Lock a run's folder, and remove it at the end unless it has a checkpoint; FileExistsError if a new run's name is
-    taken. Leftovers of a run killed before its first checkpoint are removed."""
+    """Lock a run's folder, and remove it at the end unless it has a checkpoint. FileExistsError if a new run's name is
+    taken; leftovers of a run killed before its first checkpoint are removed."""
     if new and not _is_free(folder):
         raise FileExistsError(folder)
     try:
@@ -290,7 +287,7 @@ def claimed(folder: Path, new: bool = True) -> Iterator[None]:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether a folder is empty, or holds only leftovers of a run that cannot be resumed."""
+    """Empty, or with only leftovers of a run that cannot be resumed."""
     if not folder.is_dir():
         return not folder.exists()
     names = {path.name for path in folder.glob("[!.]*")}
@@ -304,13 +301,13 @@ def _is_free(folder: Path) -> bool:
 def reopen_run(
     home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str
 ) -> Run:
-    """The run that a `run.json` describes, without the SAE it started from; RunError, "cannot PURPOSE NAME", if its
-    settings are not of this version, or its store has changed."""
+    """The run of a `run.json`, without the SAE it started from; RunError, "cannot PURPOSE NAME", if its settings are
+    not of this version, or its store has changed."""
     name, path = folder.name, folder / home.runs.marker
     if "streamed" in document:
         raise RunError(
-            f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
-            f"it again by `sae train --config {folder / CONFIG}`, or on a store, made by `sae extract`"
+            f"cannot {purpose} {name}: its rows came from a model, and are not stored; train it again by `sae train "
+            f"--config {folder / CONFIG}`, or on a store, made by `sae extract`"
         )
     stores = open_joined(
         home, [document["data"], *document.get("beside", [])], document.get("target"), listener
@@ -320,14 +317,12 @@ def reopen_run(
         trained_on = document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes "
-            f"({error}); train it anew"
+            f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes ({error}); train it anew"
         ) from error
     if trained_on != stores.hash:
         what = "is not the store" if stores.is_single else "are not the stores"
         raise RunError(
-            f"cannot {purpose} {name}: {stores.name} {what} that it was begun on; make the same again, or "
-            "train anew"
+            f"cannot {purpose} {name}: {stores.name} {what} that it was begun on; make the same again, or train anew"
         )
     return run
 

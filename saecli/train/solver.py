@@ -1,7 +1,4 @@
-"""Descent on batches of rows, the step that all solvers share; and SGD, the baseline of the field's tools.
-
-B rows, D = d_in, E = d_out, F = d_sae. All rows are normalised (see `rows.py`).
-"""
+"""Descent on batches of rows, which all solvers share; and SGD, the baseline of the field's tools."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,7 +21,7 @@ PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of
 
 
 class Solver(Descent):
-    """Descent on the loss of batches of rows, smoothed, with the paper's proximal terms and weight decay."""
+    """Descent on the loss of smoothed batches, with the paper's proximal terms and weight decay."""
 
     def __init__(
         self,
@@ -51,7 +48,7 @@ class Solver(Descent):
         return report
 
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
-        """One step of the optimiser on a batch, and its codes, smoothed."""
+        """One optimiser step; also the smoothed batch's codes."""
         task, dictionary, step = self.task, self.dictionary, self.steps
         batch = self.smoothing(batch, task.draws(step, Draws.STEP))
         self.optimizer.zero_grad()
@@ -79,7 +76,7 @@ class Solver(Descent):
         return total / self.task.rows
 
     def hold_encoder(self) -> None:
-        """Take this encoder as the reference, W_enc^t and b_enc^t, of its proximal terms."""
+        """Take this encoder as W_enc^t and b_enc^t of the proximal terms."""
         self._references = {
             name: getattr(self.dictionary, name).detach().clone()
             for name, weight in PROXIMAL.items()
@@ -88,7 +85,6 @@ class Solver(Descent):
 
     @torch.no_grad()
     def _estimate(self, codes: Codes) -> None:
-        """Move the activation's and the penalty's estimates by a batch's codes."""
         parameters, progress = self.dictionary.activation_parameters, self.steps / self.task.steps
         estimates = self.dictionary.activation.after_step(codes, parameters)
         estimates |= self.penalty.after_step(codes, parameters, progress)
@@ -97,13 +93,12 @@ class Solver(Descent):
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Set the activation's estimates for other rows than those trained on."""
         for name, value in self.calibrated(self.dictionary).items():
             self.dictionary.activation_parameters[name].copy_(value)
 
     @torch.no_grad()
     def encoded(self, due: Pass, rows: TrainingRows) -> Iterator[tuple[Codes, Batch]]:
-        """The codes of a pass, with their rows: smoothed and in the precision of descent, but exact in the last."""
+        """A pass' codes and rows, smoothed and in the precision of descent; exact in the last."""
         draws = self.task.draws(due.number, Draws.DECODER_STEP)
         for batch in rows.some(due.rows, due.step):
             if not due.last:
@@ -136,7 +131,6 @@ class SgdSolver(Solver):
 
     @staticmethod
     def dictionary_of(initial: SAE, task: Task, config: Sgd) -> Dictionary:
-        """A copy of the initial SAE, as the kind of dictionary that is trained."""
         return Coupled(initial.sae(), 1.0, None, task.B) if config.tied else initial.sae()
 
     def step(self, batch: Batch) -> StepReport:

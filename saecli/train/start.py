@@ -1,12 +1,12 @@
-"""The start of a training: random directions or an SAE, and the learning rate.
+"""The start of a training, random directions or an SAE; and with an SAE, its comparison with the end.
 
-Shapes: n rows, B rows of a batch, D = d_in, E = d_out, F = d_sae.
+n rows, D = d_in, E = d_out, F = d_sae.
 """
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor
 
 from ..base.console import Listener
+from ..base.devices import moved
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
+from ..base.processes import Communicator
+from ..base.words import number
 from ..model.saes import open_sae
 from ..sae.activations import Activation, LearnsThresholds, activation_to_json
-from ..sae.dictionary import SAE, Batch, Normalisation
+from ..sae.dictionary import SAE, Batch, Dictionary, Normalisation
 from ..sae.library import lasting_name
+from ..sae.metrics import reconstructions
 from ..store.joined import Joined
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, TrainingConfig
-from .rows import SAMPLED_ROWS
+from .rows import SAMPLED_ROWS, on_raw_rows, raw_batches
 
 HIGHEST_RATE = 0.005 * math.sqrt(128)  # times sqrt(D)
 ENOUGH_FIRINGS = 4  # per batch
@@ -40,9 +44,8 @@ def initial_sae(
     B: Tensor | None = None,
     sparsity: str = "none",
 ) -> SAE:
-    """An SAE with random unit directions, `W_dec = W_enc' B`, its scale fitted to a batch of normalised rows. B,
-    (D, E), is the targets' regression on them, None if the targets are the rows.
-    """
+    """Random unit directions, `W_dec = W_enc' B`, the scale fitted to a batch of normalised rows; B, (D, E), is the
+    targets' regression on them, None if they are the rows."""
     x, d_in = batch.x, batch.x.shape[1]
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(d_in, d_sae, generator=generator, dtype=torch.float64)
@@ -70,7 +73,7 @@ def _decoder_of(W_enc: Tensor, B: Tensor | None) -> Tensor:
 
 
 def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
-    """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` of a crosscoder's hook points."""
+    """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` are a crosscoder's."""
     skip = {}
     if training.skip and sae.W_skip is None:
         skip = {"W_skip": sae.W_enc.new_zeros(sae.d_in, sae.d_out)}
@@ -86,12 +89,11 @@ def default_learning_rate(
 
         lr = 0.057 / sqrt(D) * min(1, firings / 4)^(s^2 / 6) * max(1, min(2^(1 / s), (4000 / steps)^(1/3)))
 
-    where s is the number of weight matrices that descend: 2, or 1 where the decoder is solved for. A step of Adam moves
-    a latent, of norm about 1, by up to `lr sqrt(D)`. Steps are noisier if it fires on few rows per batch, most where
-    its decoder descends too.
+    where s is the number of weight matrices that descend: 2, or 1 where the decoder is solved for. Adam moves a latent,
+    of norm about 1, by up to `lr sqrt(D)`; steps are noisier if it fires on few rows per batch.
 
-    Held against sweeps at 200 to 4,000 steps and 0.8 to 8 firings (tests/benchmarks/README.md). Rows enter by their
-    dimensions alone: a spread, which a few rows of massive norm decide, made the rate 4 to 8 times too low on Gemma.
+    Range: 200 to 4,000 steps, 0.8 to 8 firings (tests/benchmarks/README.md). A factor for the rows' spread, which a few
+    rows of massive norm decide, made the rate 4 to 8 times too low on Gemma.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
@@ -109,12 +111,10 @@ class Start:
 
     @classmethod
     def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:
-        """A start from an SAE, a run's name or anything else that `load_sae` takes."""
+        """From an SAE, a run's name or anything else that `load_sae` takes."""
         subject, saved = open_sae(home, sae, listener)
-        inputs, _ = saved.origin.hook_points()
-        return cls(
-            lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae, tuple(inputs)
-        )
+        name, (inputs, _) = lasting_name(home, sae, subject), saved.origin.hook_points()
+        return cls(name, fingerprint(saved.sae), saved.sae, tuple(inputs))
 
     @property
     def activation(self) -> str:
@@ -127,7 +127,7 @@ class Start:
 
     @property
     def reads(self) -> np.ndarray | None:
-        """The weights, (D + E,), by which `fit_normalisation` gives the SAE's metric; None if that is unknown."""
+        """The `fit_normalisation` weights, (D + E,), of the SAE's metric; None if that is unknown."""
         scale = None if self.sae is None else self.sae.scale
         return None if scale is None else scale.double().pow(-2).cpu().numpy()
 
@@ -136,14 +136,12 @@ class Start:
         start = Start.open(home, self.name, listener)
         if start.hash != self.hash:
             raise RunError(
-                f"{self.name} is not the SAE that this run was begun from, though it has its name; "
-                "train anew"
+                f"{self.name} is not the SAE that this run was begun from, though it has its name; train anew"
             )
         return replace(self, sae=start.sae)
 
     def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
-        """The settings, such as `k`, of an activation that has the SAE's name, and its penalty unless something of one
-        is given; none for another."""
+        """The settings, such as `k`, that the SAE's own activation inherits, and its penalty unless one is given."""
         activation, metadata = self._sae.activation, self._sae.metadata
         if activation.name != act:
             return {}
@@ -156,9 +154,8 @@ class Start:
     def inherit(
         self, training: TrainingConfig, activation: Activation, rows: RowSource
     ) -> tuple[TrainingConfig, Activation]:
-        """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, and as a target
-        its L0 on these rows; smoothing and the penalty's rise are for random directions. ConfigError if the SAE does
-        not fit the rows or the settings."""
+        """The settings, what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, as target its L0 on
+        these rows; without smoothing and the penalty's rise. ConfigError if it does not fit rows or settings."""
         self._demand_fit(training, rows)
         sae, rise = self._sae, training.sparsity_warm_up
         sparsity = training.sparsity or activation.default_sparsity
@@ -184,19 +181,17 @@ class Start:
         for what, wanted, got in widths:
             if wanted != got:
                 raise ConfigError(
-                    f"{name} cannot be trained on these rows: expected {what} of {wanted} dimensions, "
-                    f"got {got}; use other rows, or another SAE"
+                    f"{name} cannot be trained on these rows: expected {what} of {wanted} dimensions, got {got}; use "
+                    "other rows, or another SAE"
                 )
         inputs = Joined.of(rows).origin.hook_points()[0] if rows.inputs else []
         if [*self.inputs] != inputs and sorted(self.inputs) == sorted(inputs):
             raise ConfigError(
-                f"--data names the inputs of {name} in another order than it was trained on; name "
-                f"them in this order: {', '.join(self.inputs)}"
+                f"--data has the inputs of {name} in another order; name them in this order: {', '.join(self.inputs)}"
             )
         if sae.W_skip is not None and not rows.d_target:
             raise ConfigError(
-                f"{name} is a transcoder: expected the store of what it predicts, got none; name it "
-                "with --target"
+                f"{name} is a transcoder: expected a store of targets, got none; name it with --target"
             )
         if training.d_sae not in (None, sae.d_sae):
             raise ConfigError(
@@ -210,7 +205,7 @@ class Start:
         normalisation: Normalisation,
         sparsity: str = "none",
     ) -> SAE:
-        """The SAE acting on normalised rows, at the start of training.
+        """The SAE acting on normalised rows.
 
         An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). Codes are
         scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
@@ -231,7 +226,7 @@ class Start:
         ).copy_to(sample.dtype)
 
     def has_codes_of(self, activation: Activation, l0: float) -> bool:
-        """Whether the SAE's own codes, of this L0, are the activation's without setting its parameters anew."""
+        """Whether the SAE's codes, of this L0, are the activation's without new parameters."""
         own, target = self._sae.activation, getattr(activation, "target_l0", None)
         if not self._is_like(activation) or abs(l0 - (target or l0)) > NEAR_TARGET * l0:
             return False
@@ -242,7 +237,7 @@ class Start:
 
 
 def rescaled(sae: SAE, factor: float) -> SAE:
-    """The same SAE with all codes times a factor, if it is positive and finite."""
+    """The SAE with all codes times a factor, if it is positive and finite."""
     if not 0 < factor < math.inf:
         return sae
     return sae.changed(
@@ -255,10 +250,111 @@ def rescaled(sae: SAE, factor: float) -> SAE:
 
 
 def fingerprint(sae: SAE) -> str:
-    """SHA-256 of an SAE's tensors, activation and prefixes, in hexadecimal."""
+    """SHA-256 of tensors, activation and prefixes, in hexadecimal."""
     digest = hashlib.sha256(to_json([activation_to_json(sae.activation), sae.prefixes]).encode())
     for name, tensor in sorted(sae.tensors().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         # As bytes, since NumPy has no bfloat16.
         digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@dataclass(eq=False)
+class Comparison:
+    """The SAE that training begins with against the one that it ends with; the one of less loss is kept."""
+
+    before: SAE  # on normalised rows, its codes times `factor`
+    factor: float
+    normalisation: Normalisation
+    scale: Tensor | None  # of the metric of the SAE before
+    measures: dict[str, Any] = field(default_factory=dict)  # before, after, and which is kept
+
+    @classmethod
+    def of(
+        cls, start: Start, initial: SAE, normalisation: Normalisation, state: Mapping[str, Tensor]
+    ) -> Self:
+        """With `initial`, or on resuming with the checkpoint's SAE from before training."""
+        factor, scale = 1.0, None if start.sae is None else start.sae.scale
+        if state:
+            scale = state.get("start.scale")
+            factor = float(state.get("start.factor", 1.0))
+            tensors = initial.tensors().items()
+            kept = {name: state[f"start.{name}"].to(own) for name, own in tensors}
+            initial = initial.changed(None, **kept)
+        elif start.sae is not None:
+            norm = start.sae.W_enc.to(initial.W_enc).norm()
+            factor = (on_raw_rows(initial, normalisation).W_enc.norm() / norm).item()
+        return cls(initial, factor, normalisation, scale)
+
+    def choose(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Given the measures of both, with their `loss`."""
+        kept = "after" if after["loss"] <= before["loss"] else "before"
+        self.measures = {"before": before, "after": after, "kept": kept}
+
+    def notes(self) -> list[str]:
+        if not self.keeps_before:
+            return []
+        before, after = (number(self.measures[name]["loss"]) for name in ("before", "after"))
+        return [
+            f"training did not lower the loss, {before} to {after}: the SAE's weights are kept as they were; train on "
+            "more rows, or with a lower --lr"
+        ]
+
+    @property
+    def keeps_before(self) -> bool:
+        return self.measures.get("kept") == "before"
+
+    def sae(self, dictionary: Dictionary) -> SAE:
+        """The SAE kept, on raw rows."""
+        if not self.keeps_before:
+            return self._on_raw_rows(dictionary)
+        before = self._on_raw_rows(self.before)
+        before.scale = self.scale
+        return before
+
+    def _on_raw_rows(self, dictionary: Dictionary) -> SAE:
+        sae = rescaled(dictionary.sae().without_training_parameters(), 1 / self.factor)
+        return on_raw_rows(sae, self.normalisation)
+
+    def saes(self, after: Dictionary) -> list[SAE]:
+        """Before and after, on raw rows, with the metric of this training."""
+        return [self._on_raw_rows(self.before), self._on_raw_rows(after)]
+
+    def measured(
+        self,
+        after: Dictionary,
+        stored: RowSource,
+        training: TrainingConfig,
+        communicator: Communicator,
+    ) -> list[dict[str, Any]]:
+        """Both SAEs' measures on these rows, and their mean `loss` on normalised ones, by one pass."""
+        sparsity, weight = training.sparsity or "none", training.sparsity_weight or 0.0
+        # Of the penalty, such as the price of excess L0 that training found.
+        penalty = self.before.activation.penalty(sparsity)
+        learned = {name: getattr(after, name) for name in penalty.initial(1)}
+        on_normalised_rows = [self.before.changed(None, **learned), after]
+        saes, mean = self.saes(after), self.normalisation.mean
+        total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
+
+        def batches() -> Iterator[Tensor]:
+            for raw in raw_batches(stored, communicator):
+                rows = self.normalisation(moved(raw, mean.device).to(mean.dtype))
+                batch = Batch.of(rows, saes[0].d_in)
+                total[0] += batch.size
+                for index, dictionary in enumerate(on_normalised_rows, 1):
+                    loss = dictionary.loss(batch, sparsity, weight).value
+                    total[index] += batch.size * loss.double()
+                yield raw
+
+        measures = reconstructions(saes, batches(), communicator)
+        count, *losses = communicator.all_reduce(total).tolist()
+        for measured, loss in zip(measures, losses, strict=True):
+            measured["loss"] = loss / count
+        return measures
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = self.before.tensors()
+        tensors["factor"] = torch.tensor(self.factor, dtype=torch.float64)
+        if self.scale is not None:
+            tensors["scale"] = self.scale
+        return {f"start.{name}": tensor for name, tensor in tensors.items()}

@@ -2,14 +2,14 @@
 
     loss = KL(clean || spliced) + w FVU        or, with `--objective ce`, the spliced model's cross-entropy + w FVU
 
-per row. The clean pass gives the activations that the SAE encodes; the spliced one has its predictions in their place,
-and a gradient from the hook point up. Rows are centred and divided by one number per hook point, so that one learning
-rate fits all models; FVU is raw, since KL weighs dimensions as the model does. L0 is held where it starts: by one
-factor on all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases.
+per row. The SAE encodes the clean pass' activations; the spliced pass has its predictions in their place. Rows are
+centred and divided by one number per hook point, so that one learning rate fits all models; FVU is raw, since KL weighs
+dimensions as the model does. L0 is held: by one factor on all thresholds, or with relu by the weight of an L1 penalty
+and a shift of the biases.
 
 Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Finetune Is All You Need" (2025).
 
-Shapes: n rows of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
+n rows of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,11 +34,11 @@ from ..splice.effects import effects
 from ..splice.passes import CleanPass, Passes
 from ..splice.placement import Placement
 from ..store.values import TextWindow
-from .comparison import Comparison
 from .descent import Descent, StepReport, Task
-from .finetune_options import Finetune
+from .options import Finetune
 from .plan import Plan
 from .rows import ArrayRows, Normalisation, TrainingRows, raw_batches
+from .start import Comparison
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
@@ -54,8 +54,7 @@ def _order(seed: int, number: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SplicedText:
-    """A text as windows of tokens, to train on and to compare before and after on; and the language model, with the
-    hook points at which an SAE acts."""
+    """Windows of tokens, to train and to compare on; and the model, with the hook points at which an SAE acts."""
 
     passes: Passes
     placement: Placement
@@ -72,11 +71,10 @@ class SplicedText:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of one forward pass."""
         return pass_tokens(self.passes.model.device)
 
     def windows_of_step(self, step: int, seed: int) -> list[int]:
-        """The numbers of a step's windows, from passes over all of them, each in an order of its own."""
+        """The numbers of a step's windows; each pass over all has its own order."""
         numbers = []
         for position in range(step * self.windows_per_step, (step + 1) * self.windows_per_step):
             pass_number, place = divmod(position, len(self.train))
@@ -84,8 +82,8 @@ class SplicedText:
         return numbers
 
     def activations(self, windows: Sequence[TextWindow], tokens: int) -> ArrayRows:
-        """The activations at about the first `tokens` rows, with a transcoder's targets; at many hook points fewer, for
-        at most 2 GiB in all."""
+        """Activations, with a transcoder's targets, of about the first `tokens` rows; fewer at many hook points, for
+        at most 2 GiB."""
         model, at = self.passes.model, self.placement
         points = list(dict.fromkeys((*at.reads, *at.writes)))
         blocks: list[list[Tensor]] = []
@@ -135,8 +133,8 @@ class ThroughModel(Descent):
             self.weight = self._stationary_weight(codes)
 
     def _stationary_weight(self, codes: Codes) -> Tensor:
-        """The weight of L1 at which the sample's codes are about stationary: over active latents, the mean of
-        `2 (y - y_hat) . W_dec_i / ||W_dec_i||`; 0 for activations that need no penalty."""
+        """The weight of L1 at which the sample's codes are about stationary: the mean over active latents of
+        `2 (y - y_hat) . W_dec_i / ||W_dec_i||`; 0 without L1."""
         batch, dictionary = self.task.sample, self.dictionary
         if not self.uses_l1:
             return self.target.new_zeros(())
@@ -158,7 +156,7 @@ class ThroughModel(Descent):
         return StepReport(self.steps, batch.size, loss, squared_error, l0)
 
     def _set_gradient(self, batch: StepWindows) -> Tensor:
-        """Set the dictionary's gradient; returns loss, squared error and L0. Out of memory, again in smaller passes."""
+        """Set the gradient; returns loss, squared error and L0. Out of memory, again in smaller passes."""
         while True:
             self.optimizer.zero_grad()
             sums = torch.zeros(3, dtype=torch.float64, device=batch.text.passes.model.device)
@@ -175,7 +173,7 @@ class ThroughModel(Descent):
             self._halve_passes(batch)
 
     def _descend_part(self, batch: StepWindows, windows: list[TextWindow]) -> Tensor:
-        """Add the gradient of some of the windows; returns their part of the measures."""
+        """Add the gradient of some windows; returns their part of the measures."""
         placement, dictionary = batch.text.placement, self.dictionary
         mean, scale, target_mean, target_scale = batch.normalisation.of_sae()
         clean = CleanPass(batch.text.passes, windows, placement.reads, placement.writes)
@@ -192,7 +190,7 @@ class ThroughModel(Descent):
     def _rest(
         self, y: Tensor, codes: Codes, y_hat: Tensor, normalisation: Normalisation
     ) -> tuple[Tensor, Tensor]:
-        """Sums over rows: the loss without the objective, given raw targets, (n, E), and the squared error."""
+        """Sums over rows of raw targets, (n, E): the loss without the objective, and the squared error."""
         dictionary, fvu_weight = self.dictionary, self.config.fvu_weight
         _, _, target_mean, target_scale = normalisation.of_sae()
         targets = (y.to(target_mean) - target_mean) / target_scale
@@ -213,9 +211,8 @@ class ThroughModel(Descent):
         device = batch.text.passes.model.device
         if most <= longest:
             raise ModelError(
-                f"a window of {longest:,} tokens does not fit in the memory of {device} with its "
-                "gradient; use --model-dtype bfloat16, or shorter windows: a lower --context, with "
-                "--dataset or of `sae extract`"
+                f"a window of {longest:,} tokens does not fit in the memory of {device} with its gradient; use "
+                "--model-dtype bfloat16, or a lower --context, with --dataset or of `sae extract`"
             )
         self.most_tokens = most // 2
         if device.type == "cuda":
@@ -223,7 +220,7 @@ class ThroughModel(Descent):
 
     @torch.no_grad()
     def _hold_l0(self, l0: Tensor) -> None:
-        """Move the thresholds, or the penalty's weight, against an excess of L0."""
+        """Move thresholds, or the penalty's weight, against an excess of L0."""
         excess = (l0 / self.target - 1).clamp(max=1.0)
         if self.uses_l1:
             self.weight *= (WEIGHT_RATE * excess).exp()
@@ -235,8 +232,8 @@ class ThroughModel(Descent):
 
     @torch.no_grad()
     def match_l0(self) -> None:
-        """Give the sample the L0 that it had at the start: scale the thresholds; with relu shift the biases, by one
-        amount in units of the codes' contributions, `z_i ||W_dec_i||`."""
+        """Give the sample the L0 of the start: scale the thresholds; with relu shift the biases, by one amount in units
+        of `z_i ||W_dec_i||`."""
         dictionary, parameters = self.dictionary, self.dictionary.activation_parameters
         if self.codes_stay or not (self.uses_l1 or "threshold" in parameters):
             return
@@ -271,7 +268,7 @@ class ThroughModel(Descent):
 def steps_of(
     text: SplicedText, plan: Plan, rows: TrainingRows, first: int
 ) -> Generator[StepWindows, None, None]:
-    """The windows of each step from `first` on, this process' part."""
+    """This process' windows of each step from `first` on."""
     communicator = rows.communicator
     for step in range(first, plan.steps):
         numbers = text.windows_of_step(step, plan.training.shuffle_seed)
@@ -283,17 +280,14 @@ def steps_of(
 def compared(
     comparison: Comparison, after: Dictionary, text: SplicedText, plan: Plan
 ) -> list[dict[str, Any]]:
-    """Measures of both SAEs on the windows kept out of training, and the objective there as their `loss`."""
+    """Measures of both SAEs on the windows kept out of training, with their `loss`."""
     saes, at, solver = comparison.saes(after), text.placement, plan.solver
     assert plan.test_rows is not None and isinstance(solver, Finetune)
     of_saes = effects([text.passes], text.test, at.reads, [at.writes], saes, lambda tokens: None)
-    return [
-        with_loss(reconstruction(sae, raw_batches(plan.test_rows)), losses, solver)
-        for sae, (losses,) in zip(saes, of_saes, strict=True)
-    ]
-
-
-def with_loss(measured: dict[str, Any], losses: dict[str, Any], solver: Finetune) -> dict[str, Any]:
-    """Measures of an SAE and its effect on the model, with what training minimises."""
-    objective = losses["kl" if solver.objective == "kl" else "ce_spliced"]
-    return measured | losses | {"loss": objective + solver.fvu_weight * measured["fvu"]}
+    measures = []
+    for sae, (losses,) in zip(saes, of_saes, strict=True):
+        measured = reconstruction(sae, raw_batches(plan.test_rows)) | losses
+        objective = losses["kl" if solver.objective == "kl" else "ce_spliced"]
+        measured["loss"] = objective + solver.fvu_weight * measured["fvu"]
+        measures.append(measured)
+    return measures

@@ -1,4 +1,4 @@
-"""One SAE in training: its start, or resumption from a checkpoint; its loop; what it logs, keeps and reports."""
+"""One SAE in training: its start or resumption, its loop, what it logs, keeps and reports."""
 
 import math
 import time
@@ -19,12 +19,11 @@ from ..base.words import number
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions
 from ..store.reader import RowSource
-from .comparison import Comparison
 from .descent import Descent, StepReport, Task
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
-from .start import default_learning_rate, initial_sae, shaped
+from .start import Comparison, default_learning_rate, initial_sae, shaped
 from .upkeep import revive_by
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
@@ -46,14 +45,14 @@ class Record:
     """Callbacks of a training; subclasses write files."""
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
-        """The state and the progress to resume from; None to start."""
+        """State and progress to resume from; None to start."""
         return None
 
     def begin(self, step: int) -> None:
-        """Training starts, or resumes after `step`; lines of later steps are void."""
+        """Training starts, or resumes after `step`: lines of later steps are void."""
 
     def line(self, line: dict[str, Any]) -> None:
-        """A line of measures, with its `step`."""
+        """Measures, with their `step`."""
 
     def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
         """The SAE on raw activations, and all tensors to resume."""
@@ -80,11 +79,16 @@ class Training:
     resumed_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> SAE:
-        """Train on the rows; returns the SAE, acting on raw activations."""
-        plan, communicator = self.plan, self.rows.communicator
+        """Train on the rows; the SAE acts on raw activations."""
+        plan, rows = self.plan, self.rows
         return self.train_on(
-            self.rows.from_step(self.progress.step, plan.batches, plan.epochs),
-            lambda comparison: comparison.measured(plan, self.solver.dictionary, communicator),
+            rows.from_step(self.progress.step, plan.batches, plan.epochs),
+            lambda comparison: comparison.measured(
+                self.solver.dictionary,
+                plan.kept_out or plan.train_rows,
+                plan.training,
+                rows.communicator,
+            ),
         )
 
     def train_on(
@@ -92,8 +96,8 @@ class Training:
         batches: Generator[Any, None, None],
         measured: Callable[[Comparison], list[dict[str, Any]]],
     ) -> SAE:
-        """Train on batches from the last checkpoint on; `measured` gives measures of an SAE that it began with, and of
-        the trained one, with the `loss` to choose by."""
+        """Train on batches from the last checkpoint on; `measured` gives measures of the SAE before and after, with the
+        `loss` to choose by."""
         try:
             if self.progress.step < self.plan.steps:
                 self._train(batches)
@@ -121,7 +125,7 @@ class Training:
     def _between_checkpoints(
         self, batches: Generator[Any, None, None]
     ) -> Generator[Any, None, None]:
-        """The batches up to the last step; before each but the first, a checkpoint if one is due."""
+        """The batches; between them checkpoints, where due."""
         plan, solver = self.plan, self.solver
         with closing(batches):
             for batch in batches:
@@ -137,20 +141,19 @@ class Training:
 
     @property
     def sae(self) -> SAE:
-        """The current SAE, acting on raw activations; at the end the better one."""
+        """The current SAE, on raw activations; at the end the better one."""
         if self.comparison is not None:
             return self.comparison.sae(self.solver.dictionary)
         return on_raw_rows(self.solver.sae(), self.rows.normalisation)
 
     def _take(self, report: StepReport) -> None:
-        """Count a step; every `LOG_EVERY` steps a line of measures."""
         self.progress.rows += report.rows
         self.pending.append(report)
         if len(self.pending) == LOG_EVERY:
             self._log()
 
     def _log(self) -> None:
-        """A line on the steps since the last; TrainingError if training has diverged."""
+        """A line on the steps since the last; TrainingError on divergence."""
         reports, self.pending = self.pending, []
         if not reports:
             return
@@ -175,14 +178,12 @@ class Training:
 
     @cached_property  # it waits for the device
     def _worst_fvu(self) -> float:
-        """The FVU above which training has diverged: a million times that of reconstructing every row as 0. Steps
-        against a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next one recovers.
-        """
+        """A million times the FVU of reconstructing every row as 0. Steps against a decoder solved without a ridge
+        reached 2e4 on the paper's settings, from which the next solve recovers."""
         targets = self.rows.sample.y.square().sum(1).mean() / self.rows.normalisation.variance
         return 1e6 * max(1.0, targets.item())
 
     def _demand_convergence(self, sae: SAE) -> None:
-        """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
         step, sample = self.solver.steps, self.rows.sample
         if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
             raise TrainingError(f"the weights became NaN or infinite at step {step}; {ADVICE}")
@@ -192,13 +193,12 @@ class Training:
         demand_no_worse(fvu, self._worst_fvu, f"at step {step}")
 
     def _is_due(self) -> bool:
-        """Whether to keep a checkpoint within an epoch."""
         if self.plan.train_rows.passes == 1:  # which cannot be read again
             return False
         return self.solver.steps - self.progress.step >= self.plan.training.checkpoint_every
 
     def _keep(self, after_epoch: bool) -> None:
-        """Save SAE and checkpoint, after an epoch with a line of measures on test rows."""
+        """Save SAE and checkpoint; after an epoch also measure test rows."""
         self._log()
         sae, plan, progress, solver = self.sae, self.plan, self.progress, self.solver
         self._demand_convergence(sae)
@@ -233,7 +233,7 @@ class Training:
         return [*self.solver.notes(), *(self.comparison.notes() if self.comparison else [])]
 
     def result(self, sae: SAE) -> dict[str, Any]:
-        """The results, of the SAE that training returned; of a model's rows the last `rows_counted`.
+        """Results of the SAE that training returned; of a model's rows only the last `rows_counted` are measured.
 
         Cost: a pass over the training rows.
         """
@@ -307,7 +307,7 @@ def start_training(
 
 
 def _initial(plan: Plan, rows: TrainingRows, state: Mapping[str, Tensor]) -> SAE:
-    """What training begins with, on normalised rows; of a checkpoint, which has all weights, any of its shape."""
+    """On normalised rows; before a checkpoint is restored, any SAE of its shape."""
     start, activation = plan.start, plan.activation
     sparsity = plan.training.sparsity or "none"
     if start is None or state:
@@ -321,7 +321,7 @@ def _initial(plan: Plan, rows: TrainingRows, state: Mapping[str, Tensor]) -> SAE
 def _comparison(
     plan: Plan, rows: TrainingRows, initial: SAE, solver: Descent, state: Mapping[str, Tensor]
 ) -> Comparison | None:
-    """With the SAE that training begins from, with thresholds for the L0 asked for if its own differs."""
+    """With the SAE before training, with thresholds for the L0 asked for if its own differs."""
     if plan.start is None:
         return None
     l0 = initial.codes(rows.sample.x).count().item() / len(rows.sample.x)
@@ -387,8 +387,8 @@ def _normalised(
 def averages(
     reports: Sequence[StepReport], variance: Tensor, communicator: Communicator
 ) -> dict[str, Any]:
-    """A line of `metrics.jsonl`: means over the rows of consecutive batches; `variance` is of smoothed rows.
-    TrainingError, with the step, if a loss is NaN or infinite."""
+    """Means over the rows of consecutive batches, for `metrics.jsonl`; `variance` is of smoothed rows. TrainingError,
+    with the step, if a loss is NaN or infinite."""
     parts = torch.stack(
         [
             torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
@@ -413,23 +413,23 @@ def averages(
 
 
 def doubt_of_l0(plan: Plan, progress: Progress) -> list[str]:
-    """A warning if a penalty of fixed weight has not brought L0 to rest; a tenth of fewer steps has no line."""
+    """A warning if a penalty of fixed weight has not brought L0 to rest."""
     before, now = progress.l0_before, progress.l0
+    # A tenth of fewer steps has no line.
     enough = plan.training.penalised and plan.steps >= 10 * LOG_EVERY
     if not enough or abs(now - before) <= 0.05 * before:
         return []
     return [
-        f"L0 was still moving at the end, from {number(before)} to {number(now)} over the last tenth of "
-        "the steps; train for more --steps, or ask for an L0: --act jumprelu --target-l0 L0"
+        f"L0 was still moving at the end, from {number(before)} to {number(now)} over the last tenth of the steps; "
+        "train for more --steps, or ask for an L0: --act jumprelu --target-l0 L0"
     ]
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:
-    """TrainingError if the FVU is above `worst`, or NaN: descent that recovers from there ends worse than it could."""
+    """TrainingError if the FVU is above `worst`, or NaN."""
     if not fvu <= worst:
         raise TrainingError(
-            f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
-            + ADVICE
+            f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; {ADVICE}"
         )
 
 
@@ -438,6 +438,6 @@ def demand_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
         got = tuple(state[name].shape) if name in state else "none"
         if got != shape:
             raise RunError(
-                f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
-                f"{got}; remove the run's checkpoint.safetensors to train it from the start"
+                f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got {got}; "
+                "remove the run's checkpoint.safetensors to train it from the start"
             )

@@ -1,5 +1,4 @@
-"""Upkeep between the steps of training: dead latents are revived, with pam-sgd needless ones too; those that a penalty
-has driven to nothing are turned off; the decoder is released.
+"""Upkeep between steps: dead and needless latents revived, silenced ones turned off, the decoder released.
 
 m latents re-aimed, n sampled rows, D = d_in, E = d_out, F = d_sae.
 """
@@ -22,7 +21,6 @@ REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as 
 
 
 def revives(solver: Descent) -> bool:
-    """Whether dead latents are still revived."""
     asked = isinstance(solver.config, Revival) and solver.config.revive
     end = 1 if solver.task.from_sae else REVIVAL * solver.task.steps
     return asked and not solver.task.fixed and solver.steps < end
@@ -30,8 +28,8 @@ def revives(solver: Descent) -> bool:
 
 @torch.no_grad()
 def revive(solver: Descent, fired: Tensor, rows: float) -> None:
-    """Re-aim latents that did not fire on a number of rows, a mask (F,), at rows of the sample that are reconstructed
-    worst: each at a row of its own, so if there are fewer rows than latents only the first."""
+    """Re-aim latents that did not fire (mask `fired`, (F,)) on this number of rows at the sample's worst reconstructed
+    rows: each at a row of its own, so with fewer rows than latents only the first."""
     dead, task = ~fired, solver.task
     count = int(dead.sum())
     if not revives(solver) or rows < REVIVAL_ROWS * len(dead) or not 0 < count < len(dead):
@@ -47,7 +45,7 @@ def revive(solver: Descent, fired: Tensor, rows: float) -> None:
 
 @torch.no_grad()
 def revive_by(solver: Descent, rows: TrainingRows) -> None:
-    """Revive the latents that fire on none of all rows. Cost: a pass over them."""
+    """Revive latents that fire on no row. Cost: a pass over the rows."""
     if revives(solver):
         fired = torch.zeros_like(solver.dictionary.b_enc, dtype=torch.bool)
         for batch in rows.some(rows.rows, 0):
@@ -56,7 +54,7 @@ def revive_by(solver: Descent, rows: TrainingRows) -> None:
 
 
 def needless(solver: Descent, moments: Moments) -> int:
-    """How many latents to find, at most, that are missed least, and to re-aim with the dead ones."""
+    """The most latents to re-aim as missed least, with the dead ones."""
     # With fewer rows each latent's codes are near a combination of the others'.
     d_sae = solver.dictionary.d_sae
     enough = revives(solver) and moments.rows >= REVIVAL_ROWS * d_sae
@@ -64,7 +62,6 @@ def needless(solver: Descent, moments: Moments) -> int:
 
 
 def _directions(solver: Descent, count: int) -> Tensor:
-    """`directions_of_worst` of the sample; the same in all processes."""
     sample, communicator = solver.task.sample, solver.communicator
     residuals = sample.y - solver.dictionary(sample.x)
     directions = residuals[:0]
@@ -84,12 +81,11 @@ def re_aim(
     B: Tensor | None,
     biased: bool,
 ) -> None:
-    """Re-aim m dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of others, a
-    mask, (F,).
+    """Re-aim m dead latents at unit vectors d, (m, E), with the mean norms and parameters of others; masks (F,).
 
-    The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
-    one that is solved for stays tied until the next decoder step. b_enc is 0, which finds most features, or if `biased`
-    the mean of the others: under a penalty latents that start dense can stay so, with small codes.
+    The encoder is aimed along `B d`, B the targets' regression, (D, E); a decoder that descends at d; one that is
+    solved for stays tied until the next decoder step. b_enc is 0, which finds most features, or if `biased` the mean of
+    the others: under a penalty latents that start dense can stay so, with small codes.
     """
 
     def mean_of_others(values: Tensor) -> Tensor:
@@ -114,11 +110,8 @@ def re_aim(
 def directions_of_worst(
     x: Tensor, residuals: Tensor, count: int, generator: torch.Generator
 ) -> Tensor:
-    """Unit directions, (m, E), of the residuals, (n, E), of different rows x, (n, D), drawn without replacement with
-    probability proportional to their square: `count`, or all that differ and have a residual.
-
-    Latents re-aimed at one row would be copies, which descent never parts.
-    """
+    """Unit directions, (m, E), of residuals, (n, E), drawn without replacement with probability proportional to their
+    square: `count`, or all there are. Of equal rows x, (n, D), one: latents aimed at one row would stay copies."""
     scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
     groups = torch.unique(x, dim=0, return_inverse=True)[1].cpu()  # (n,), the same for equal rows
     numbers = torch.arange(len(x))
@@ -134,8 +127,8 @@ def directions_of_worst(
 
 @torch.no_grad()
 def silence(dictionary: Dictionary, moments: Moments) -> Tensor:
-    """Turn off latents whose contribution to the rows on which they fire a penalty has driven to nothing: a mask, (F,).
-    Otherwise a decoder step without the penalty would bring them back."""
+    """Turn off latents, a mask (F,), whose contribution where they fire a penalty has driven to nothing; a decoder step
+    without the penalty would bring them back."""
     W_dec = dictionary.decoder()
     contributed = moments.norm_weights * W_dec.double().norm(dim=1) / math.sqrt(W_dec.shape[1])
     gone = (moments.norm_weights > 0) & (contributed < SILENT * moments.firings)
@@ -145,12 +138,9 @@ def silence(dictionary: Dictionary, moments: Moments) -> Tensor:
 
 
 def release(dictionary: Coupled, optimizer: Adam) -> None:
-    """From here on W_dec, b_dec and a skip are trained by gradient."""
+    """Train W_dec, b_dec and a skip by gradient from here on."""
     dictionary.untie()
-    names = ["Delta", "b_dec"]
-    if dictionary.W_skip is not None:
-        names.append("W_skip")
-    for name in names:
+    for name in ("Delta", "b_dec", *(() if dictionary.W_skip is None else ("W_skip",))):
         tensor = getattr(dictionary, name).requires_grad_(True)
         if name not in optimizer.tensors:
             optimizer.include(name, tensor)

@@ -227,8 +227,9 @@ def test_import_is_light_and_every_name_is_there_and_typed():
     for module in ("measure.evaluate", "train.rows"):  # which have the types of arguments
         importlib.import_module(f"saecli.{module}")
     for function in (getattr(saecli, name) for name in saecli.__all__ if name[0].islower()):
-        parameters = inspect.signature(function).parameters
-        assert {"return", *parameters} == get_type_hints(function).keys()
+        parameters = inspect.signature(function).parameters.values()
+        assert all(parameter.annotation is not parameter.empty for parameter in parameters)
+        assert "return" in get_type_hints(function)
         assert pickle.loads(pickle.dumps(function)) is function
     assert (Path(saecli.__file__).parent / "py.typed").exists()
 

@@ -147,7 +147,7 @@ def test_arrays_are_fitted_and_measured_with_their_targets():
     of_one_width = saecli.fit(x, target=x + 1, act="topk", k=4, d_sae=24, epochs=1)
     with pytest.raises(ConfigError, match="is a transcoder"):
         saecli.evaluate(of_one_width, x)
-    with pytest.raises(ConfigError, match="target must have as many rows"):
+    with pytest.raises(ConfigError, match="target must have 1200 rows"):
         saecli.fit(x, target=y[:1000], act="topk", k=4)
 
 
