@@ -22,11 +22,8 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.split import is_test
 
-JSON_KEYS = """
-run data split rows mse fvu metric_fvu explained_variance cosine l0 l1 silent_fraction massive_rows
-massive_variance ordinary_fvu dead_fraction
-"""
-KEYS = JSON_KEYS.split()
+KEYS = """run data split rows mse fvu metric_fvu explained_variance cosine l0 l1 silent_fraction
+massive_rows massive_variance ordinary_fvu dead_fraction""".split()
 
 
 @pytest.fixture
@@ -99,11 +96,12 @@ def exact_sae(k: int = D) -> SAE:
     return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
 
 
-def test_runs_make_one_table_sparsest_first(sae: CommandLine):
+def test_runs_make_one_table_sparsest_first_and_a_picture(sae: CommandLine, tmp_path: Path):
     make_run(sae.home, "random", random_sae())  # some 11 latents fire
     make_run(sae.home, "sparse", exact_sae(4))
     make_run(sae.home, "exact", exact_sae())
-    out = sae("eval", "random", "exact", "sparse").out
+    out = sae("eval", "random", "exact", "sparse", "--plot", tmp_path / "x.png").out
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     first = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
     assert first == ["sparse", "exact", "random"]
     document = sae("eval", "random", "exact", "sparse", "--json").json
@@ -148,13 +146,6 @@ def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: Comman
     native, theirs = done.json["runs"]
     for key in ("rows", "mse", "fvu", "cosine", "l0", "silent_fraction"):
         assert theirs[key] == pytest.approx(native[key], rel=1e-4)
-
-
-def test_a_picture_of_runs_is_drawn(sae: CommandLine, tmp_path: Path):
-    make_run(sae.home, "random", random_sae())
-    make_run(sae.home, "exact", exact_sae())
-    sae("eval", "random", "exact", "--plot", tmp_path / "x.png").succeeds()
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_fvu_of_rows_that_do_not_vary_is_null(sae: CommandLine):

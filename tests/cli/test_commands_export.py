@@ -7,14 +7,7 @@ import torch
 from homes import CommandLine, make_run, random_sae, some_rows
 
 import saecli
-from saecli.sae.activations import (
-    Activation,
-    JumpRelu,
-    MatchingPursuit,
-    Relu,
-    ReluTopK,
-    TopK,
-)
+from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, ReluTopK, TopK
 from saecli.sae.formats import load, recognise
 
 FORMATS = ["saelens", "sparsify", "dictionary-learning"]

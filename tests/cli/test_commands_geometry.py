@@ -18,11 +18,8 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
 from saecli.store.split import is_test
 
-JSON_KEYS = """
-run data split act rows l0 cells_visited cells_possible_log10 cells_share_log10 occupancy rank
-power_diagram margin complexity other_split references
-"""
-KEYS = JSON_KEYS.split()
+KEYS = """run data split act rows l0 cells_visited cells_possible_log10 cells_share_log10 occupancy
+rank power_diagram margin complexity other_split references""".split()
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
 
 

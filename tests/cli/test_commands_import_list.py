@@ -20,8 +20,6 @@ from saecli.base.files import lock_folder
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
 
-KEYS = ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
-
 
 def stored(sae: CommandLine, name: str) -> np.ndarray:
     store = ActivationStore.open(sae.home / "activations" / name)
@@ -30,9 +28,9 @@ def stored(sae: CommandLine, name: str) -> np.ndarray:
 
 def test_import_of_the_digits(sae):
     document = sae("import", "digits", "--json").json
-    assert document.keys() == {*KEYS, "dropped", "norms", "source"}
-    values = [document[key] for key in KEYS if key != "path"]
-    assert values == ["digits", 1797, 64, "float32", 1, False]
+    keys = ["name", "rows", "d_in", "dtype", "shards", "cached"]
+    assert document.keys() == {*keys, "path", "dropped", "norms", "source"}
+    assert [document[key] for key in keys] == ["digits", 1797, 64, "float32", 1, False]
     images = load_digits().data
     lengths = np.linalg.norm(images, axis=1)
     measures = {"mean": lengths.mean(), "max": lengths.max(), "median": np.median(lengths)}
@@ -253,8 +251,7 @@ def test_import_drops_outliers_and_says_so(sae: CommandLine, tmp_path):
     assert ", ".join(norms_shown) in done.out
     assert "stored already" in done.out
     assert "dropped: high_norm │ 40" in " ".join(done.out.split())
-    store = ActivationStore.open(sae.home / "activations" / "a")
-    np.testing.assert_array_equal(collect(store.split("all").sequential(64)), rows[~high])
+    np.testing.assert_array_equal(stored(sae, "a"), rows[~high])
     for other in ((), ("--max-norm-multiple", "11")):
         assert "made from something else" in sae(*words[:2], *other).err
 
@@ -294,21 +291,13 @@ def test_a_name_in_the_home_comes_before_a_folder_here(sae: CommandLine, tmp_pat
     assert sae("train", "--data", tmp_path).status == 1
 
 
-def started(sae: CommandLine, *words: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "saecli", "--home", sae.home, *words],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
 @pytest.mark.long
 def test_trainers_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
     assert sae("import", "digits").status == 0
     words = ["train", "--epochs", "3", "--d-sae", "16", "--json"]
     alone = sae(*words, "--name", "alone").json
-    processes = [started(sae, *words) for _ in range(3)]
+    command, pipe = [sys.executable, "-m", "saecli", "--home", sae.home, *words], subprocess.PIPE
+    processes = [subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe) for _ in range(3)]
     documents = []
     for process in processes:
         out, err = process.communicate()

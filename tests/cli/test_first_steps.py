@@ -5,8 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from homes import CommandLine, fvu, make_store, some_rows
@@ -36,16 +34,6 @@ def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
     assert rest == done.stdout == ""
     for said, sentence in zip(told, sentences.values(), strict=True):
         assert sentence in said
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
-def test_a_file_without_text_is_named(sae: CommandLine, tmp_path: Path, name: str):
-    if name == "a.parquet":
-        pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / name)
-    else:
-        (tmp_path / name).write_text("\n\n")
-    done = sae("extract", "--model", "tiny-gemma2", "--dataset", tmp_path / name)
-    assert f"there is no text in {tmp_path / name}" in done.err
 
 
 def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: Path):

@@ -13,10 +13,7 @@ WRONG = [
     ("train --no-such", "LAST"),
     ("train --alpha many", "--alpha"),
     ("train --d-sae x", "--d-sae"),
-    (
-        "train --model tiny-gemma2 --layer 1 --layer=2",
-        "--layer takes one value in sae train, got 1, 2",
-    ),
+    ("train --model tiny-gemma2 --layer 1 --layer=2", "one value in sae train, got 1, 2"),
     ("train --model tiny-gemma2 --layer all", "--layer takes one value in sae train, got all"),
     ("train --act reul", "--act"),
     ("train --each", "--data"),

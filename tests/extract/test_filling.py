@@ -336,10 +336,6 @@ def test_no_store_is_being_written_once_filling_ends(model, small_blocks, tmp_pa
     assert store.rows and store.verify() == []
 
 
-def opened(home: Path) -> list[ActivationStore]:
-    return [ActivationStore.open(folder) for folder in home.iterdir()]
-
-
 def test_any_batch_size_gives_the_same_store(model, small_blocks, tmp_path: Path):
     fill_stores(tmp_path / "large", model, POINTS[:1], batch=1000)
     fill_stores(tmp_path / "small", model, POINTS[:1], batch=100)
@@ -351,7 +347,8 @@ def test_any_batch_size_gives_the_same_store(model, small_blocks, tmp_path: Path
 @pytest.mark.parametrize("multiple", [None, 1.1])
 def test_stores_stopped_apart_equal_whole_ones(model, small_blocks, tmp_path: Path, multiple):
     fill_stores(tmp_path / "whole", model, POINTS, multiple=multiple)
-    dropped = [store.meta.dropped.get("high_norm", 0) for store in opened(tmp_path / "whole")]
+    stores = map(ActivationStore.open, (tmp_path / "whole").iterdir())
+    dropped = [store.meta.dropped.get("high_norm", 0) for store in stores]
     assert len({*dropped}) == 1 and (dropped[0] > 10) == (multiple is not None)
     stopped = tmp_path / "stopped"
     folders = [stopped / f"{point.layer}-{point.site}" for point in POINTS]

@@ -142,16 +142,13 @@ def test_a_finished_store_is_known_without_a_network(hub: ModelHub, tmp_path: Pa
         assert "dataset stdlib-docs or a local" in other.stderr
 
 
-PREPARED = f"""
-import datasets, sys
-datasets.load_dataset({DATASET!r}, split="train", revision=sys.argv[1])
-"""
-
-
 @pytest.mark.slow
 def test_what_datasets_prepared_is_read_offline_if_it_is_the_commit(hub: ModelHub, tmp_path: Path):
     early = hub.repos[DATASET].head
-    assert run(hub, tmp_path, "-c", PREPARED, early).returncode == 0
+    prepare = (
+        f"import datasets; datasets.load_dataset({DATASET!r}, split='train', revision={early!r})"
+    )
+    assert run(hub, tmp_path, "-c", prepare).returncode == 0
     command = ("-m", "saecli", "extract", "--model", "tiny-gemma2", "--rows", "400")
     words = (*command, "--dataset", DATASET, "--dataset-revision")
     done = run(hub, tmp_path, *words, early, HF_HUB_OFFLINE="1")

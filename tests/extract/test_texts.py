@@ -195,38 +195,25 @@ def test_identity_of_hub_datasets_tells_sources_apart():
         ("a.txt", b"caf\xe9\n", "text", "line 1 of .* bytes that are not UTF-8"),
         ("a.txt", "one\ntwo".encode("utf-16"), "text", "expected that, got UTF-16 or binary data"),
         ("a.md", bytes(range(256)), "text", "expected that, got UTF-16 or binary data"),
-        (
-            "a.txt.gz",
-            gzip.compress(b"one", mtime=0)[:-9],
-            "text",
-            "Truncated .* expected a whole .txt file",
-        ),
+        ("a.txt.gz", gzip.compress(b"one")[:-9], "text", "Truncated .* a whole .txt file"),
         ("a.jsonl.zst", b"no frame", "text", "expected a whole .jsonl file"),
         ("a.jsonl", b"", "text", "there is no text in "),
+        ("a.jsonl", b"\n\n", "text", "there is no text in "),
         ("a.csv", b"", "text", "there is no text in "),
+        ("a.parquet", {"text": []}, "text", "there is no text in "),
         ("a.json", b"[]", "text", "there is no text in "),
         ("a.csv", "body,n\nb,1\n", "text", "line 2 of .* no column 'text'; expected .*, body, n"),
         ("a.tsv", "text\nopen", "body", "no column 'body'; expected .*, text"),
         ("a.csv", 'text,n\n"open,1\nb,2\n', "text", "line 2 of .* unexpected end of data"),
         ("a.json", '{"body": "b"}', "text", "no column 'text'; expected .*, body"),
-        (
-            "a.json",
-            '[{"text": "a"}, {',
-            "text",
-            "cannot be read: Expecting .* whole .json file",
-        ),
+        ("a.json", '[{"text": "a"}, {', "text", "read: Expecting .* whole .json file"),
         ("a.json", '[["a"]]', "text", "entry 1 of .* expected a JSON object, got list"),
         ("a.json", '{\n"a": 1\n}', "text", "expected one JSON object per line, or in .json a list"),
         ("a.jsonl", '{"a": {"b": "c"}}', "a.text", "no column 'a.text'; expected .*, a;"),
         ("a.jsonl", '{"a": "b"}', "a+c", "no column 'c'; expected .*, a;"),
         ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected .*, body, n"),
         ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
-        (
-            "a.jsonl",
-            '{"text": "b"}\n{"text"',
-            "text",
-            "line 2 of .* cannot be read: expected one JSON object per line.* got Expecting",
-        ),
+        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 .* JSON object .* got Expecting"),
         ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
         ("a.jsonl", '{"text": "\\ud83d"}', "text", "not UTF-8, or half of a surrogate pair"),
         ("a.parquet", b"PAR1 but not really", "text", "expected a whole .parquet file"),
@@ -235,8 +222,8 @@ def test_identity_of_hub_datasets_tells_sources_apart():
 )
 def test_files_that_cannot_be_read_give_one_sentence(tmp_path, name, content, column, message):
     path = tmp_path / name
-    if content is TABLE:
-        write_table(path)
+    if isinstance(content, dict):
+        pyarrow.parquet.write_table(pyarrow.table(content), path)
     elif content is not None:
         write(path, content)
     with pytest.raises(ModelError, match=message) as caught:

@@ -248,8 +248,7 @@ def test_two_checkpoints_are_two_models(sae: CommandLine, hub: ModelHub, files, 
     assert [described(sae.home, name)["source"]["revision"] for name in names] == [early, late]
     data = [word for name in names for word in ("--data", name)]
     sae("train", *data, "--name", "run", *TRAINED, "--epochs", "1").succeeds()
-    each = ("--model", f"{MODEL}@step1", "--model", f"{MODEL}@main")
-    done = sae("eval", "run", *each, "--tokens", "200", "--json")
+    done = sae("eval", "run", *both, "--tokens", "200", "--json")
     places = json.loads(done.out)["runs"][0]["hook_points"]
     assert [place["model"] for place in places] == [f"{MODEL}@{early}", f"{MODEL}@{late}"]
     assert places[0]["ce_clean"] != places[1]["ce_clean"]

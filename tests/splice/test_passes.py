@@ -4,6 +4,7 @@ crosscoders and transcoders, on a small real model."""
 import inspect
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from homes import CommandLine, make_run, random_sae
 from plain_hooks import assert_same_effects, effects_by_hooks, noted, replaced
 from tiny_models import DEEP, WIDTH, loaded, random_letters, save_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import (
     AutoConfig,
@@ -124,18 +125,12 @@ def test_the_gradient_is_that_of_plain_torch(
 
 
 def test_blocks_below_the_hook_point_run_once(gemma: LanguageModel, windows: list[TextWindow]):
-    runs = dict.fromkeys(range(gemma.source.layers), 0)
-
-    def count(layer: int, module: nn.Module, args: Any) -> None:
-        runs[layer] += 1
-
+    runs: Counter[int] = Counter()
     place, passes = (HookPoint(1, "resid_post"),), Passes(gemma)
     passes.repeatable(place, torch.from_numpy(windows[0].token_ids)[None])
     passes.logits(torch.zeros(1, 128))
     handles = [
-        block.self_attn.register_forward_hook(
-            lambda module, args, output, layer=layer: count(layer, module, args)
-        )
+        block.self_attn.register_forward_hook(lambda *_, layer=layer: runs.update([layer]))
         for layer, block in enumerate(gemma.blocks)
     ]
     effects([passes], windows, place, [place], [random_sae(d_in=128)], lambda tokens: None)
@@ -162,12 +157,12 @@ def test_layers_that_share_keys_and_values_are_all_run(tmp_path: Path):
     token_ids = torch.randint(3, 64, (2, 9))
     mask = torch.ones_like(token_ids)
     point = HookPoint(2, "mlp_in")
-    hooks = {point: lambda _, activations: activations * 0.5}
+    hooks = {point: lambda _, x: x * 0.5}
     blocks = passes.repeatable([point], token_ids)
     with passes.recording({blocks} - {0}) as recorded:
         passes.states(token_ids, mask)
     states = passes.states(token_ids, mask, hooks, recorded.get(blocks))
-    with found.modules.intercepted(HookPoint(2, "mlp_in"), lambda activations: activations * 0.5):
+    with found.modules.intercepted(point, lambda x: x * 0.5):
         whole = found.logits(token_ids, mask)
     torch.testing.assert_close(passes.logits(states.flatten(0, 1)), whole.flatten(0, 1))
 
