@@ -134,7 +134,7 @@ def _plan(
     device: str,
     processes: Communicator,
 ) -> ExtractionPlan:
-    from ..model.loaded import loaded_sources
+    from ..model.source import loaded_sources
 
     sources = loaded_sources(models, tokenizer, options.keys(), device) or models
     first = sources[0] if isinstance(sources[0], str) else sources[0].id
@@ -147,7 +147,7 @@ def _plan(
 def _run(plan: ExtractionPlan, listener: Listener, processes: Communicator) -> None:
     """Load the models, and fill the stores that are not finished."""
     from ..model.language_model import LanguageModel  # transformers takes seconds to import
-    from ..model.loaded import in_eval_mode
+    from ..model.source import in_eval_mode
 
     if plan.config.rows < processes.world_size:
         raise ConfigError(

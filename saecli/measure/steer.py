@@ -37,7 +37,6 @@ from ..model.windows import stored_activations
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject
-from ..splice.generation import continuation
 from ..splice.placement import Placement, placement
 from ..splice.spliced import Splice, splices
 from ..store.origin import place_given, point_words
@@ -262,9 +261,9 @@ class Prompts:
         with listener.progress(label, len(self.texts), "prompts") as show:
             for done, (prompt, token_ids) in enumerate(zip(self.texts, self.inputs, strict=True)):
                 show(done)
-                plain = texts.joined(continuation(model, token_ids, *sampling))
+                plain = texts.joined(model.continuation(token_ids, *sampling))
                 with _changed(model.model, change, self.special):
-                    steered = texts.joined(continuation(model, token_ids, *sampling))
+                    steered = texts.joined(model.continuation(token_ids, *sampling))
                 continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
         return continuations
 

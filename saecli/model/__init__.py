@@ -1,8 +1,7 @@
 """A language model: where it is, its tokenizer, modules and hook points, and forward passes.
 
 names.py            names of bundled models and of dtypes
-source.py           where a model is: bundled, a folder, a GGUF file, the hub
-loaded.py           a model and a tokenizer that the user has loaded
+source.py           where a model is: bundled, a folder, a GGUF file, the hub, loaded by the user
 choice.py           which of these a user or a store names
 tokenizer.py        special tokens around a text, token ids as text
 families.py         names of modules and hook points in families of models, as data

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.func import functional_call
 
 from .families import ATTENTIONS
-from .loaded import in_eval_mode
+from .source import in_eval_mode
 
 TRIED = 2  # tokens
 LEAST_READ = 1e-3  # of the mean over dimensions

@@ -27,7 +27,7 @@ def model_given(model: Any, tokenizer: Any) -> Any:
                 "tokenizer does nothing without a loaded model; leave it out, or give both"
             )
         return model
-    from .loaded import loaded_sources
+    from .source import loaded_sources
 
     several = isinstance(model, list | tuple)
     models = list(model) if several else [model]
@@ -51,7 +51,7 @@ def at_commit(model: Any) -> Any:
 
 def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
     """How a model is not the one of a store, or may not be; None if it is, wherever its files are."""
-    from .loaded import LoadedSource, state_hash
+    from .source import LoadedSource, state_hash
 
     source, spec, known = model.source, meta.origin.spec, meta.source.get("weights")
     given, recorded = isinstance(source, LoadedSource), "loaded" in meta.source

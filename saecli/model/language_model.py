@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.utils import logging
 
@@ -32,9 +33,16 @@ from ..base.machine import is_out_of_memory
 from ..base.words import size_words
 from ..store.origin import SIDES, HookPoint
 from .blocks import Reached, calling, norms_of, weights_read
-from .loaded import LoadedSource, in_eval_mode
 from .modules import Modules, blocks_of, folded
-from .source import ModelSource, explained, find_model, from_pretrained, unread_weights
+from .source import (
+    LoadedSource,
+    ModelSource,
+    explained,
+    find_model,
+    from_pretrained,
+    in_eval_mode,
+    unread_weights,
+)
 
 Result = TypeVar("Result")
 TRIED = 8  # tokens
@@ -173,6 +181,40 @@ class LanguageModel:
                 attention_mask=moved(mask, self.device),
                 use_cache=False,
             )
+
+    @torch.no_grad()
+    def continuation(
+        self, token_ids: Tensor, most: int, temperature: float, seed: int
+    ) -> list[int]:
+        """The ids of the next 1 to `most` tokens after a prompt, (1, T), with its special tokens; loaded with its head.
+
+        The end-of-text token ends it. A `temperature` of 0 takes the likeliest token each time. `seed` is for sampling;
+        torch's own generators are left unchanged.
+        """
+        given = self.model.generation_config
+        # All that could come from the model's own defaults, such as top-k, is set.
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature
+            else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        )
+        config = GenerationConfig(
+            max_new_tokens=most,
+            num_beams=1,
+            repetition_penalty=1.0,
+            bos_token_id=given.bos_token_id,
+            eos_token_id=given.eos_token_id,
+            pad_token_id=0 if given.pad_token_id is None else given.pad_token_id,
+            **sampling,
+        )
+        token_ids = token_ids.to(self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            with self.reporting():
+                generated = self.model.generate(
+                    token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config
+                )
+        return generated[0, token_ids.shape[1] :].tolist()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

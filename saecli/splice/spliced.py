@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..base.console import Silent
 from ..base.devices import as_usual, without_autocast
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..model.loaded import text_config
 from ..model.modules import Modules, blocks_of
 from ..model.saes import open_sae
+from ..model.source import text_config
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..store.origin import module_site
-from .generation import first_tokens
 from .placement import Placement, check_distinct, placement
 
 SPECIAL_TOKENS = ("bos", "eos", "pad", "cls", "sep")  # as a configuration names them
@@ -145,7 +145,7 @@ def splices(
         if not everywhere:
             if token_ids is not None:
                 replaced &= ~torch.isin(token_ids, special_ids.to(token_ids.device))
-            replaced[first_tokens(replaced, kwargs)] = False
+            replaced[_first_tokens(replaced, kwargs)] = False
         for part in parts:
             part.begin(replaced)
 
@@ -165,6 +165,25 @@ def splices(
         ]:
             opened.enter_context(modules.intercepted(hook_point, hook))
         yield
+
+
+def _first_tokens(tokens: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The indices of each text's first token among those of a forward pass, (B, T): none where the cache holds tokens
+    before them."""
+    texts = torch.arange(len(tokens), device=tokens.device)
+    # transformers named the argument past_key_values, later cache
+    caches = [value for value in arguments.values() if isinstance(value, Cache)]
+    if any(cache.get_seq_length() for cache in caches):
+        return texts[:0], texts[:0]
+    mask = arguments.get("attention_mask")  # 0 at padding, perhaps on the left
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        return texts, mask.to(tokens.device).long().argmax(1)
+    positions = arguments.get("position_ids")
+    if mask is None or positions is None or positions.shape != tokens.shape:
+        return texts, torch.zeros_like(texts)
+    # A static cache's mask has other shapes. The first token is the last at position 0, which padding may have too.
+    at_end = (positions.to(tokens.device) == 0).flip(1).long().argmax(1)
+    return texts, tokens.shape[1] - 1 - at_end
 
 
 class SplicedCodes(Mapping[Hashable, Tensor]):
