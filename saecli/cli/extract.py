@@ -1,8 +1,8 @@
 """Run a language model over text and store its activations.
 
 The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
-one of several hook points or models is dropped at every one. The same command again resumes an interrupted
-extraction, and does nothing for a finished one.
+one of several hook points or models is dropped at all. The same command resumes an interrupted extraction, and does
+nothing for a finished one.
 
 Example: sae extract --model google/gemma-2-2b --layer 12
 """
@@ -25,8 +25,6 @@ from .options import Json, configured, start
 
 @dataclass(frozen=True)
 class Places(Config):
-    """What to read: one store for each of these."""
-
     model: Annotated[
         tuple[str, ...],
         Shown(

@@ -1,7 +1,7 @@
 """Conversations through a tokenizer's chat template.
 
-What a message says is found by rendering the conversation with another content in its place. The assistant also says
-the token that ends its turn, or says what a template has in {% generation %}.
+A message's span is found by rendering the conversation with another content in its place. The assistant's includes the
+token that ends its turn, or is what the template has in {% generation %}.
 """
 
 import re
@@ -28,7 +28,7 @@ REPEATED = "begins with BOS, or what stands for it, as every window does anyway;
 
 
 class Chats:
-    """Renders conversations by a template, by default the tokenizer's own; `name` is the model's."""
+    """Renders conversations by a template, by default the tokenizer's own."""
 
     def __init__(self, tokenizer: Any, template: str | None, name: str) -> None:
         try:
@@ -43,14 +43,14 @@ class Chats:
         self.marks_assistant = bool(re.search(r"{%-?\s*generation\s*-?%}", self._template))
 
     def read(self, row: Any, column: str, where: str) -> "str | Conversation":
-        """The conversation in a column of a row, blank without messages; `where` names the row in errors."""
+        """The conversation in a column of a row; blank without messages."""
         messages = messages_of(row, column, where)
         if not messages:
             return ""
         return Conversation(self, messages, where, self.apply(messages, where, tokenize=False))
 
     def apply(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
-        """transformers' `apply_chat_template`; a ModelError if the template refuses the messages."""
+        """transformers' `apply_chat_template`; ModelError if the template refuses the messages."""
         from jinja2 import TemplateError
 
         try:
@@ -73,8 +73,6 @@ class Chats:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and their rendering; `where` names their row in errors."""
-
     chats: Chats
     messages: list[dict[str, Any]]
     where: str
@@ -86,8 +84,8 @@ class Conversation:
     def tokens(
         self, prefix: list[int], needs_assistant: bool = False
     ) -> tuple[list[int], list[int], list[int]]:
-        """The tokens after the prefix, the role of each, a number in `ROLES`, and the first tokens of turns. A
-        ModelError if what the assistant says is needed and cannot be found."""
+        """The tokens after the prefix, the number of each one's role, and where turns begin. ModelError if what the
+        assistant says is needed and cannot be found."""
         tokenized = self.chats.apply(
             self.messages,
             self.where,
@@ -129,8 +127,7 @@ class Conversation:
         return token_ids[skipped:], roles[skipped:], [turn - skipped for turn in turns]
 
     def _content_span(self, number: int) -> tuple[int, int] | None:
-        """The characters of a message's content in the rendering; None if the template refuses another content there,
-        or then says more than that otherwise."""
+        """The span of a message's content in the rendering; None if another content is refused, or changes more."""
         messages = [*self.messages]
         messages[number] = {**messages[number], "content": OTHER}
         try:
@@ -146,14 +143,14 @@ class Conversation:
 
 
 def messages_of(row: Any, column: str, where: str) -> list[dict[str, Any]]:
-    """The messages in a column of a row as templates take them, without entries of None."""
+    """The messages in a column of a row as templates take them."""
     value = value_of(row, column, where) or []
     values = value if isinstance(value, list) else [value]
     return [_message(each, number, where) for number, each in enumerate(values, 1)]
 
 
 def _message(value: Any, number: int, where: str) -> dict[str, Any]:
-    """A message with role and content, or ShareGPT's from and value; of a content in parts the texts."""
+    """A message by role and content, or ShareGPT's from and value; a content in parts is its texts."""
     fields: dict[str, Any] = {}
     if isinstance(value, dict):
         fields = {name: entry for name, entry in value.items() if entry is not None}

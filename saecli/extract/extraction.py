@@ -92,20 +92,19 @@ def extract(
     """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
 
     A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun each rank stores
-    the rows of its own documents.
+    its own documents.
 
     Args:
-        model: hub id, also ID@REVISION, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is
-            bundled. Or a loaded model of transformers, with its `tokenizer`: it is read as it is, on its device,
-            without dropout, and recognised by its weights.
-        layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
-            or of sites gives a list of stores, one for each combination, with the same tokens row for row.
+        model: hub id, also ID@REVISION, folder or GGUF file of a causal language model, or the bundled `tiny-gemma2`.
+            Or a loaded model of transformers, with its `tokenizer`: read as it is, on its device, without dropout, and
+            recognised by its weights.
+        layer: block to read, from 0, or "all"; None for the middle one. Lists of models with one tokenizer, of layers
+            or of sites give a list of stores, one for each combination, of the same tokens.
         site: resid_post, resid_pre, resid_mid, mlp_in, mlp_out, attn_out or attn_z.
-        module: in place of layer and site one or several modules by name, as in `model.layers.3.self_attn.o_proj:in`;
-            without `:in` its output. `*` is any part of the name, and gives a list of stores.
+        module: in place of layer and site modules by name, as in `model.layers.3.self_attn.o_proj:in`; without `:in`
+            its output. `*` is any part of the name, and gives a list of stores.
         name: of the store, for several their prefix; None: from model, layer, site and a hash of the options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
-        **options: those of `sae extract` that determine the rows.
     """
     demand_known("extract", options, options_of(ExtractConfig).keys() - {"model"}, "extract")
     selection = Selection.of(layer, site, module)
@@ -145,7 +144,6 @@ def _plan(
 
 
 def _run(plan: ExtractionPlan, listener: Listener, processes: Communicator) -> None:
-    """Load the models, and fill the stores that are not finished."""
     from ..model.language_model import LanguageModel  # transformers takes seconds to import
     from ..model.source import in_eval_mode
 
@@ -165,7 +163,6 @@ def _run(plan: ExtractionPlan, listener: Listener, processes: Communicator) -> N
 def _opened(
     plan: ExtractionPlan, finished: Set[HookPoint], listener: Listener
 ) -> list[ActivationStore]:
-    """The stores of a plan, with warnings of what is wrong with them."""
     stores = [ActivationStore.open(request.folder) for request in plan.requests]
     if stores[0].rows < plan.config.rows:
         listener.warn(
@@ -179,7 +176,7 @@ def _opened(
 
 
 class Extraction:
-    """A plan's text, run through its models by one rank; `rows` of the rows are this rank's."""
+    """A plan's text, run through its models by one rank, which stores `rows` rows."""
 
     def __init__(
         self,
@@ -221,7 +218,7 @@ class Extraction:
         return dict(zip(points, widths, strict=True))
 
     def _block_tokens(self) -> int:
-        """Tokens of a block: fewer on a CPU, where a large model takes minutes for them, or where rows are wide."""
+        """Fewer on a CPU, where a large model takes minutes for them, or where rows are wide."""
         tokens = BLOCK_TOKENS
         if self.models[0].device.type != "cuda":
             weights = (weight for model in self.models for weight in model.model.parameters())
@@ -282,7 +279,6 @@ class Extraction:
         return metas
 
     def blocks(self, cursor: Cursor = START) -> Generator[Block, None, None]:
-        """The blocks of this rank's documents."""
         warned = False
         size = self.block_tokens
         for block in in_blocks(self.documents, self.cutter(), self.rows, cursor, size):
@@ -292,7 +288,6 @@ class Extraction:
             yield block
 
     def documents(self, begin: Cursor = START) -> Iterator[Document]:
-        """This rank's documents, from a cursor's on."""
         rank, world_size = self.processes.rank, self.processes.world_size
         documents = self._all_documents(begin, self.listener.warn)
         return (document for document in documents if document.number % world_size == rank)
@@ -303,7 +298,7 @@ class Extraction:
         )
 
     def medians(self) -> dict[HookPoint, float | None]:
-        """The median norms by which every rank drops rows, as one process has them: of all documents."""
+        """The median norms by which ranks drop rows, of all documents as in one process."""
         admissions = {point: Admission(meta) for point, meta in self.metas.items()}
         forward, points = self.forward(), [*self.metas]
         every = partial(self._all_documents, warn=Silent().warn)
@@ -318,7 +313,6 @@ class Extraction:
 
 
 def write_stores(extraction: Extraction) -> None:
-    """Fill those of the stores that are not finished; each of several ranks its part of them."""
     requests, processes = extraction.plan.requests, extraction.processes
     metas, several = extraction.metas, processes.world_size > 1
     if several and extraction.plan.config.max_norm_multiple is not None:
@@ -352,7 +346,6 @@ def write_stores(extraction: Extraction) -> None:
 
 
 def _rows_of_unfinished(requests: Sequence[StoreRequest]) -> dict[Path, int]:
-    """The rows of each store that is not finished."""
     rows = {}
     for folder in (request.folder for request in requests):
         if not (folder / STORE_MARKER).exists():
@@ -366,7 +359,7 @@ def _rows_of_unfinished(requests: Sequence[StoreRequest]) -> dict[Path, int]:
 def _progress(
     extraction: Extraction, rows_before: Mapping[Path, int]
 ) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of all ranks, assumed to be as far as this one; called after each batch."""
+    """Shows the progress of all ranks, assumed to be as far as this one."""
     rows, ranks = extraction.plan.config.rows, extraction.processes.world_size
     for folder, before in rows_before.items():
         if before:

@@ -1,7 +1,6 @@
-"""Running blocks through the model, and filling stores with their activations in one pass over the text.
+"""Blocks through the models, and into several stores in one pass over the text.
 
-Every block is read at all hook points: stores interrupted at different shards get the same blocks again, each from its
-own cursor on.
+Every block is read at all hook points: interrupted stores get the same blocks again, each from its own cursor on.
 """
 
 from collections import deque
@@ -43,7 +42,7 @@ def read_activations(
     points: Sequence[HookPoint],
     take: Callable[[Tensor], Result],
 ) -> list[Result]:
-    """As `LanguageModel.read`, of models that read the same tokens; a hook point's `model` is a number among them."""
+    """`LanguageModel.read` of several models of the same tokens, numbered by a hook point's `model`."""
     results: dict[HookPoint, Result] = {}
     for number, model in enumerate(models):
         if of_model := [point for point in points if point.model == number]:
@@ -52,11 +51,11 @@ def read_activations(
 
 
 class Forward:
-    """Runs blocks in batches of windows of similar length, of at most `tokens` tokens, including padding; a longer
-    window is a batch of its own. Batches that do not fit in memory are halved, with a `note`.
+    """Runs windows in batches of similar length, of at most `tokens` tokens with padding, or one longer window; batches
+    that do not fit in memory are halved.
 
     Rows come in the storage dtype, bfloat16 as its bits in uint16. A row that is not finite at one hook point is NaN at
-    all of them, so that all stores drop it.
+    all, so that all stores drop it.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class Forward:
         points: Sequence[HookPoint],
         show: Callable[[int, int], None],
     ) -> Activations:
-        """The activations at the rows of windows, such as those of a block; empty without rows. `show` is called after
-        each batch with its numbers of tokens and rows."""
+        """The activations at windows' rows, empty without any; `show` takes each batch's numbers of tokens and rows."""
         stored = [window for window in windows if window.is_row.any()]
         if not stored:
             return {}
@@ -109,7 +107,6 @@ class Forward:
         return dict(zip(points, map(_on_host, gathered), strict=True))
 
     def _batch_windows(self, lengths: np.ndarray) -> int:
-        """The number of windows of a batch, given descending lengths."""
         similar = int(np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right"))
         return max(1, min(similar, self.tokens // int(lengths[0])))
 
@@ -150,10 +147,7 @@ def _on_host(rows: Tensor) -> np.ndarray:
 
 
 def ahead(items: Generator[Item, None, None], count: int = 1) -> Generator[Item, None, None]:
-    """The items of a generator, made in a thread up to `count` items ahead of the consumer, which gets its errors.
-
-    Closing it waits for the item that is being made.
-    """
+    """The items of a generator, made in a thread up to `count` ahead; closing it waits for the item being made."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="sae-ahead")
     under_way = deque(pool.submit(next, items, None) for _ in range(count))
     try:
@@ -166,8 +160,7 @@ def ahead(items: Generator[Item, None, None], count: int = 1) -> Generator[Item,
 
 
 def check_some_stored(stored: int, dtype: str, offered: int, ended: bool = False) -> None:
-    """Raise a StoreError if none of at least `NONFINITE_ROWS` rows, or of a text that has `ended`, could be stored in
-    that dtype."""
+    """StoreError if none of `NONFINITE_ROWS` rows, or of a text that has `ended`, could be stored."""
     if stored or offered < (1 if ended else NONFINITE_ROWS):
         return
     raise StoreError(
@@ -183,8 +176,8 @@ def fill(
     rows: int,
     show: Callable[[int, int], None],
 ) -> None:
-    """Fill stores until each has `rows` rows or the text ends, and finish them; the next block is prepared, and the
-    last one stored, while the model runs. Complete stores are of hook points that are read too."""
+    """Fill stores until each has `rows` rows or the text ends, and finish them; while the model runs, the next block is
+    prepared and the last one stored. Hook points of complete stores are read too."""
     points = list(writers)
     cursors = {
         point: Cursor.from_json(writer.cursor)

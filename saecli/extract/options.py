@@ -25,7 +25,7 @@ SHARD_ROWS = 32_768  # most rows per shard by default
 
 
 class ExtractOptions(TypedDict, total=False):
-    """The keywords of `saecli.extract` that are options of `ExtractConfig`, for editors and type checkers."""
+    """The fields of `ExtractConfig` as keywords of `saecli.extract`, for editors."""
 
     model_revision: str | None
     dataset: str | Sequence[str] | None
@@ -170,7 +170,7 @@ class ExtractConfig(Config):
         return self.prepend_bos == "on"
 
     def text(self, given: Set[str]) -> Mixture:
-        """Where the documents come from; ConfigError if one of the options that the user gave does nothing with it."""
+        """Where the documents come from; ConfigError for a given option that does nothing there."""
         datasets = self.dataset or (STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET,)
         if not all(dataset.strip() for dataset in datasets):
             raise ConfigError(
@@ -203,7 +203,7 @@ class ExtractConfig(Config):
         return Mixture(sources, names if len(names) > 1 else (), shares)
 
     def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
-        """The value of `mix`, or of one of `OF_SOURCE`, for each dataset, or the default."""
+        """An option's value for each dataset, or the default."""
         values = getattr(self, name) or ("",)
         default, *_ = options_of(type(self))[name].default or (None,)
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
@@ -219,7 +219,7 @@ class ExtractConfig(Config):
         ]
 
     def check_chat(self, text: Mixture, given: Set[str]) -> None:
-        """Raise a ConfigError for options that only chats have, if a text is none."""
+        """ConfigError for options of chats, if a text is none."""
         texts = [source.dataset for source in text.sources if not source.chat]
         idle = set() if text.chat else {"chat_template", "control_tokens"}
         if self.positions == "assistant" and texts:

@@ -1,4 +1,4 @@
-"""Which stores an extraction fills, of which models and text, and the hash by which a finished one is recognised."""
+"""Which stores an extraction fills, of which models and text, and their hashes."""
 
 import os
 from collections.abc import Sequence, Set
@@ -40,8 +40,6 @@ DECIDING = (
 
 
 class Selection(NamedTuple):
-    """The hook points that a user asks for: sites of layers, or modules."""
-
     layer: int | Sequence[int] | str | None  # a number, several, "all", or None for the middle one
     sites: Sequence[str]  # each known, or a module of the block with its side
     modules: Sequence[str] = ()  # names with their side, in place of layers and sites
@@ -63,7 +61,6 @@ class Selection(NamedTuple):
 
     @classmethod
     def at(cls, layer: int | None, site: str) -> Self:
-        """One hook point."""
         return cls(None, [], [site]) if layer is None and ":" in site else cls(layer, [site])
 
     @staticmethod
@@ -74,7 +71,7 @@ class Selection(NamedTuple):
         return not isinstance(module, str | None) or "*" in (module or "")
 
     def points(self, models: Sequence["ModelSource"]) -> list[HookPoint]:
-        """The hook points of every model; ConfigError for one that a model lacks."""
+        """The hook points, of every model; ConfigError for one that a model lacks."""
         if self.modules:
             return self._modules(models)
         for site in self.sites:
@@ -120,8 +117,6 @@ class StoreRequest:
 
 @dataclass(frozen=True)
 class ExtractionPlan:
-    """What an extraction reads, and the stores that it fills."""
-
     config: ExtractConfig  # without `auto` and None
     sources: Sequence["ModelSource"]
     text: Mixture  # pinned
@@ -129,7 +124,6 @@ class ExtractionPlan:
     device: torch.device
 
     def finished(self) -> set[HookPoint]:
-        """The hook points whose stores are finished."""
         return {
             request.point
             for request in self.requests
@@ -147,8 +141,8 @@ def plan_extraction(
     device: torch.device,
     processes: Communicator,
 ) -> ExtractionPlan:
-    """Find models and text, and load no weights; `given` names the options that the user set, and the first model is
-    the one that the options name."""
+    """Find models and text; loads no weights. `given` names the options that the user set; the first model is that of
+    the options."""
     from ..model.source import find_model  # transformers takes seconds to import
 
     text = config.text(given)
@@ -172,8 +166,7 @@ def plan_extraction(
 
 
 def _check_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) -> None:
-    """Refuse several models unless the tokens that they share have the same ids; loads their tokenizers, and no
-    weights."""
+    """Refuse several models unless the tokens that they share have the same ids."""
     from ..model.language_model import load_tokenizer
 
     for number, source in enumerate(sources[1:], 1):
@@ -205,10 +198,9 @@ def store_requests(
     shelf: Shelf,
     dated: bool = True,
 ) -> list[StoreRequest]:
-    """The requested stores, one for each of the hook points, all of the same tokens. A row that is dropped from one is
-    dropped from all, so each `source` lists the other hook points, as `beside`, and the other `models`; derived names
-    end in one hash. If `dated`, those of models known by the times of their files, as older stores are, if any of them
-    is there."""
+    """A store for each hook point, all of the same tokens. A row dropped from one is dropped from all, so each `source`
+    lists the other hook points, as `beside`, and the other `models`; derived names end in one hash. If `dated` and any
+    is there, older stores, which know models by the times of their files."""
     labels = _labels(points, models)
     identities = [model.identity(dated) for model in models]
     template = config.template()
@@ -253,7 +245,6 @@ def _is_begun(request: StoreRequest) -> bool:
 
 
 def _names(models: Sequence["ModelSource"]) -> list[str]:
-    """The models' folder names, equal ones with a number."""
     names = [Path(os.path.abspath(model.name)).name for model in models]
     if len(set(names)) < len(names):
         return [f"{name}-{number}" for number, name in enumerate(names)]
@@ -261,7 +252,7 @@ def _names(models: Sequence["ModelSource"]) -> list[str]:
 
 
 def _labels(points: Sequence[HookPoint], models: Sequence["ModelSource"]) -> dict[HookPoint, str]:
-    """What tells the hook points apart in names of stores, in order of the points."""
+    """What tells hook points apart in names of stores, in their order."""
     prefixes = [f"{name}-" for name in _names(models)] if len(models) > 1 else [""]
     ordered = sorted(points, key=lambda point: (point.layer is None, point))
     return {point: prefixes[point.model] + _label(point) for point in ordered}

@@ -1,9 +1,8 @@
 """Rows of texts: of files by their kind, of Python's docstrings, and of datasets of the Hugging Face hub.
 
-A kind of file is one function, which yields words for the place of each row, and the row or the error in reading it,
-and one line in `TEXT_FORMATS`. A kind of source is one `Reader`, which `reader_of` chooses. `datasets` reads the hub
-alone: it takes over a second to open the smallest file, ends at the first bad line, and takes "NA" in a CSV file for no
-text.
+A kind of file is a function, which yields each row, or the error in reading it, after its place, and a line in
+`TEXT_FORMATS`. A kind of source is a `Reader`, which `reader_of` chooses. `datasets` reads the hub alone: of files it
+ends at the first bad line, takes "NA" in CSV for no text, and over a second to open the smallest.
 """
 
 import ast
@@ -48,7 +47,7 @@ Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` b
 
 
 class Row(NamedTuple):
-    """A row by its columns, a text where there are none, or an error; and its number."""
+    """A row by its columns, a text without them, or an error."""
 
     number: int
     where: str  # its place, in errors
@@ -57,20 +56,18 @@ class Row(NamedTuple):
 
 
 class Reader(Protocol):
-    """Where rows come from."""
-
     @property
     def options(self) -> Set[str]:
-        """Those of `COLUMN_OPTIONS` and `HUB_OPTIONS` that it takes."""
+        """The `COLUMN_OPTIONS` and `HUB_OPTIONS` that it takes."""
 
     def identity(self, column: str) -> dict[str, Any]:
-        """What determines the texts in a column of its rows."""
+        """What determines the texts in a column."""
 
     def commit(self) -> str | None:
-        """The commit at which it reads, if its rows have any."""
+        """The commit at which it reads, if any."""
 
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
-        """The rows with a column, from a mark on if it sets marks."""
+        """The rows, from a mark on if it sets marks."""
 
 
 class UnreachableError(ModelError):
@@ -103,7 +100,7 @@ class StdlibDocs:
 
 
 def stdlib_docstrings() -> Iterator[str]:
-    """The distinct docstrings of Python's standard library, in the order of its files."""
+    """The distinct docstrings of Python's standard library, in order of its files."""
     seen: set[str] = set()
     for path in _stdlib_files(sysconfig.get_path("stdlib")):
         for text in _docstrings(path.read_bytes()):
@@ -133,8 +130,6 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of one of `TEXT_FORMATS`, by its name."""
-
     dataset: str
 
     @property
@@ -182,13 +177,13 @@ class TextFile:
 
 
 def _kind(path: Path) -> str:
-    """The end of a file's name that says what is in it, without that of a compression."""
+    """A file name's suffix, before that of a compression."""
     name = Path(path.name.lower())
     return (name.with_suffix("") if name.suffix in COMPRESSIONS else name).suffix
 
 
 def _opened(path: Path, newline: str | None = None) -> io.TextIOWrapper:
-    """A file as text, decompressed. Bytes that are not UTF-8 become surrogates: one line of them is a bad line."""
+    """A file as text. Bytes that are not UTF-8 become surrogates, so that only their line is bad."""
     with _uncompressed(path) as file:
         head = file.read(HEAD)
     if b"\0" in head or head.startswith((b"\xff\xfe", b"\xfe\xff")):  # as UTF-16 begins
@@ -210,7 +205,7 @@ def _uncompressed(path: Path) -> Any:
 
 
 def paragraphs(path: Path, column: str) -> Placed:
-    """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
+    """The paragraphs of a file, or its lines if no blank lines separate any."""
     with _opened(path) as file:
         blocks = (is_text for is_text, _ in groupby(file, key=lambda line: bool(line.strip())))
         # Blank lines at either end separate nothing.
@@ -240,7 +235,7 @@ def json_lines(path: Path, column: str) -> Placed:
 
 
 def json_entries(path: Path, column: str) -> Placed:
-    """The entries of a list, which is held in memory, or else a JSON object of each line."""
+    """The entries of a list, read whole, else of each line a JSON object."""
     with _opened(path) as file:
         is_list = file.read(HEAD).lstrip().startswith("[")
     if not is_list:
@@ -253,7 +248,7 @@ def json_entries(path: Path, column: str) -> Placed:
 
 
 def delimited(path: Path, column: str, delimiter: str) -> Placed:
-    """Rows below a line of the names of columns; a cell may hold several lines in quotes."""
+    """Rows below a line of column names; a quoted cell may hold several lines."""
     csv.field_size_limit(LONGEST_FIELD)
     with _opened(path, newline="") as file:
         rows = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
@@ -283,7 +278,6 @@ def parquet_rows(path: Path, column: str) -> Placed:
 
 
 def parts_of(column: str, names: Any) -> list[str]:
-    """The columns that an option names: one, or several joined by +."""
     return [column] if column in names else column.split("+")
 
 
@@ -327,7 +321,7 @@ class HubDataset:
         }
 
     def commit(self) -> str | None:
-        """The commit of its revision: the hub's, or without a network the one in the client's cache, if any."""
+        """The hub's, or without a network that in the client's cache."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RevisionResolutionError
 
@@ -345,7 +339,6 @@ class HubDataset:
             raise self._unread(one_line(error)) from error
 
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
-        """Nothing before the mark is read or downloaded."""
         from huggingface_hub.constants import HF_HUB_OFFLINE
 
         # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
@@ -386,7 +379,6 @@ class HubDataset:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that `datasets` and the hub's client raise by design."""
     import datasets
     from huggingface_hub.errors import HTTPError
 

@@ -33,8 +33,8 @@ Blocks = Callable[
 class Streamed:
     """One hook point of a model, in place of the stores that a run names.
 
-    `blocks` yields per block the rows in the storage dtype, (R, D), and the numbers of their documents, (R,). Its
-    argument is called after each batch of the model with its numbers of tokens and rows.
+    `blocks(show)` yields rows in the storage dtype, (R, D), and the numbers of their documents, (R,); `show` takes each
+    batch's numbers of tokens and rows.
     """
 
     name: str  # of the store that `sae extract` makes of the same options
@@ -55,7 +55,7 @@ class Streamed:
         return self.meta.origin
 
     def names(self) -> dict[str, Any]:
-        """The entries of `run.json`: `data`, `data_hash`, and the options as `streamed`."""
+        """The entries of `run.json`."""
         return {"data": self.name, "data_hash": self.hash, "streamed": self.given}
 
     def options(self) -> dict[str, Any]:
@@ -72,8 +72,7 @@ def open_stream(
     listener: Listener,
     whole: bool = False,
 ) -> tuple[Streamed, Extraction]:
-    """Load a model, `whole` or up to the layer of one hook point, and open a text; `given` names the options that the
-    user set."""
+    """Load a model, `whole` or up to the layer of one hook point, and open a text; `given` names the user's options."""
     from ..model.language_model import LanguageModel  # transformers takes seconds to import
 
     plan = plan_extraction(
@@ -104,7 +103,7 @@ def open_stream(
 
 
 def _options(plan: ExtractionPlan, given: Set[str]) -> dict[str, Any]:
-    """The options of `sae train` that determine the text and its rows, but for the hook point."""
+    """The options of `sae train` that determine the rows, but for the hook point."""
     config, sources = plan.config, plan.text.sources
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     chosen |= {
@@ -127,7 +126,6 @@ def _options(plan: ExtractionPlan, given: Set[str]) -> dict[str, Any]:
 def _blocks(
     extraction: Extraction, meta: StoreMeta, show: Callable[[int, int], None]
 ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-    """See `Streamed.blocks`."""
     forward, admission, points = extraction.forward(), Admission(meta), [*extraction.metas]
     stored = offered = 0
     with closing(ahead(extraction.blocks())) as in_order:
@@ -144,6 +142,6 @@ def _blocks(
 
 
 def _absolute(name: str) -> str:
-    """A file's or folder's whole path, which holds in another working directory; other names unchanged."""
+    """A file's or folder's whole path; other names unchanged."""
     path = expanded(name)
     return str(path.resolve()) if path.exists() and name not in (TINY_GEMMA2, STDLIB_DOCS) else name

@@ -1,6 +1,6 @@
-"""Documents: the rows of a source by its column of texts or messages, and of several sources in proportion.
+"""Documents: rows of a source by its column of texts or messages, or of several sources in proportion.
 
-Documents are numbered, blank ones too, so that a later pass resumes where an earlier one stopped.
+All are numbered, blank ones too, so that a later pass resumes where an earlier one stopped.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +21,14 @@ Say = Callable[[str], None]
 
 
 class Document(NamedTuple):
-    """A text, its number, the mark from which to read it again, None for the beginning, and its source's number."""
-
     number: int
     text: Text
-    mark: Mark | None
-    source: int = 0
+    mark: Mark | None  # from which to read it again; None for the beginning
+    source: int = 0  # its number
 
 
 def value_of(row: Any, column: str, where: str) -> Any:
-    """The value in a column of a row, or, by a path such as content.text, in a nested one; `where` names the row in
-    errors."""
+    """The value in a column of a row, nested in one such as content.text; `where` names the row in errors."""
     if not isinstance(row, dict):
         raise ModelError(
             f"{where} has no columns; expected a JSON object, got {type(row).__name__}; correct it"
@@ -50,7 +47,7 @@ def value_of(row: Any, column: str, where: str) -> Any:
 
 
 def text_of(row: Any, column: str, where: str) -> str:
-    """The text in a column of a row; those of several, as in prompt+completion, each beginning a line."""
+    """The text in a column; those of several, as in prompt+completion, each begin a line."""
     if isinstance(row, str):  # without columns, such as an entry of a JSON list of texts
         return row
     names = parts_of(column, row) if isinstance(row, dict) else [column]
@@ -67,7 +64,7 @@ def text_of(row: Any, column: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from; config, split and revision are those of a hub dataset."""
+    """Where documents come from; a hub dataset has config, split and revision."""
 
     dataset: str  # `stdlib-docs`, a file's path, or a Hugging Face dataset id
     config: str | None = None
@@ -80,7 +77,7 @@ class TextSource:
 
     @property
     def name(self) -> str:
-        """Dataset, configuration, split and column, these where they are not the default."""
+        """The dataset, and what differs from the default."""
         split = "" if self.split == "train" else self.split
         column = "" if self.column == "text" else self.column
         return " ".join(filter(None, [self.dataset, self.config, split, column]))
@@ -90,12 +87,11 @@ class TextSource:
         return reader_of(self.dataset, self.config, self.split, self.revision)
 
     def pinned(self) -> Self:
-        """The source with its revision resolved to a commit, if it can be."""
         return replace(self, revision=self.reader.commit())
 
     def recognised(self) -> Self:
-        """The source with the column of its messages, if its first row has one; where the network does not let it be
-        read, as it is, with the reason."""
+        """The source with the column of its messages, if its first row has one; if it cannot be reached, as it is, with
+        the reason."""
         if not self.chat:
             return self
         try:
@@ -115,7 +111,7 @@ class TextSource:
         )
 
     def identity(self, asked: bool = False) -> dict[str, Any]:
-        """What determines the documents; with `asked` as known before `recognised`, the same without a network."""
+        """What determines the documents; if `asked`, as before `recognised`: the same without a network."""
         return self.reader.identity((self.asked if asked else None) or self.column)
 
     def documents(
@@ -125,11 +121,10 @@ class TextSource:
         warn: Say = lambda _: None,
         read_chat: Read = text_of,
     ) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones, read from a mark at or before it; those of
-        messages by `read_chat`.
+        """The documents from number `start` on, read from a mark at or before it; messages by `read_chat`.
 
-        A bad row, which cannot be read or holds no text, is a document whose text is None; `warn` tells of the first,
-        unless all are bad. A ModelError that names it if more than `BAD_SHARE` of the rows are bad.
+        A bad row, which cannot be read or holds no text, has the text None; `warn` tells of the first. ModelError if
+        more than `BAD_SHARE` of the rows are bad.
         """
         read = read_chat if self.chat else text_of
         first: ModelError | None = None
@@ -175,8 +170,8 @@ def _text(row: Row, read: Read, column: str) -> Text:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One source, or several whose documents are interleaved: each comes from the source with the fewest rows over its
-    share, the first of equals. When a source ends, the others go on in their proportions."""
+    """One source, or several, interleaved: each document comes from the source with the fewest rows over its share, the
+    first of equals. When one ends, the others go on."""
 
     sources: tuple[TextSource, ...]
     names: tuple[str, ...] = ()  # of several
@@ -186,7 +181,7 @@ class Mixture:
         return replace(self, sources=tuple(source.pinned().recognised() for source in self.sources))
 
     def check_readable(self) -> None:
-        """ModelError if the network did not let a source be read."""
+        """ModelError if a source could not be reached."""
         reasons = [source.unread for source in self.sources if source.unread]
         if reasons:
             raise ModelError(reasons[0])
@@ -210,9 +205,8 @@ class Mixture:
         read_chat: Read = text_of,
         rows_of: Callable[[Document], int] = lambda _: 1,
     ) -> Iterator[Document]:
-        """The documents, as of one source; `rows_of` is the number of rows of each. A mixture's marks have the number
-        and mark of each source's next document, and the rows of those before. `warn` tells also of a source that ends
-        before others."""
+        """The documents, as of one source, of `rows_of` rows each. A mixture's marks have each source's next number and
+        mark, and its rows before. `warn` also tells of a source that ends before others."""
         if not self.names:
             yield from self.sources[0].documents(start, mark, warn, read_chat)
             return

@@ -1,12 +1,10 @@
 """Cutting documents into windows of tokens, and gathering windows into blocks.
 
 A window has around it what the tokenizer puts around a text, and begins with BOS even where that is nothing. By default
-windows never mix documents, and a document's last window is short. Packed, documents are concatenated into full
-windows, separated by the special tokens that end and begin a text; tokens then attend across documents, as in SAELens
-and TransformerLens.
+windows never mix documents, and a document's last is short. Packed, documents fill windows, separated by the special
+tokens around a text; tokens then attend across documents, as in SAELens and TransformerLens.
 
-A block is run sorted by length and stored in document order. An interrupted extraction resumes at the beginning of a
-block, with any batch size.
+An interrupted extraction resumes at the beginning of a block, with any batch size.
 
 Shapes: T tokens of a window, W windows of a block, R their rows.
 """
@@ -50,7 +48,7 @@ class Cursor(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The key to compare cursors by, without the mark, which two passes may set differently."""
+        """To compare by, without the mark, which two passes may set differently."""
         return self.offered, self.document, self.token
 
 
@@ -71,10 +69,8 @@ TOKEN = np.dtype(
 
 
 class Window(NamedTuple):
-    """A window of tokens, and where the next one begins."""
-
     tokens: np.ndarray  # (T,), of `TOKEN`
-    after: Cursor
+    after: Cursor  # where the next one begins
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -86,13 +82,11 @@ class Window(NamedTuple):
 
 
 class Cutter:
-    """Cuts documents into windows of at most `context` tokens, including `prefix` and `suffix`, the special tokens
-    around a text; see `tokenizer.affixes`.
+    """Cuts documents into windows of at most `context` tokens, including `prefix` and `suffix`.
 
     Rows are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
-    `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only
-    added tokens are special. `left_out` counts documents skipped, by reason, and as `repeated_bos` those with a BOS of
-    their own.
+    `assistant`. Unless packed, a chat is cut where turns begin, if it can. Where `control` is "keep", only added tokens
+    are special. `left_out` counts documents skipped, by reason, and as `repeated_bos` those with their own BOS.
     """
 
     def __init__(
@@ -121,12 +115,12 @@ class Cutter:
             )
 
     def pop_left_out(self) -> Counter[str]:
-        """What was left out since this was last asked."""
+        """What was left out since the last call."""
         left_out, self.left_out = self.left_out, Counter()
         return left_out
 
     def rows(self, document: Document) -> int:
-        """Number of rows of a document, packed or not."""
+        """The number of rows of a document, packed or not."""
         return sum(int(window.is_row.sum()) for window in self._each_alone([document], 0))
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
@@ -134,7 +128,6 @@ class Cutter:
         return (self._joined if self._packed else self._each_alone)(documents, token)
 
     def _each_alone(self, documents: Iterable[Document], begin: int) -> Iterator[Window]:
-        """Windows of one document each."""
         for document in documents:
             tokens, turns = self._tokens(document)
             while begin < len(tokens):
@@ -150,7 +143,6 @@ class Cutter:
             begin = 0
 
     def _joined(self, documents: Iterable[Document], begin: int) -> Iterator[Window]:
-        """Windows of documents one after another, each full but for the last."""
         parts: list[np.ndarray] = []  # of a window
         room = 0
         for document in documents:
@@ -178,7 +170,7 @@ class Cutter:
             yield self._window(parts, _after(document, 0, is_last=True))
 
     def _tokens(self, document: Document) -> tuple[np.ndarray, list[int]]:
-        """Tokens, of `TOKEN`, without the special tokens around a text, and where turns begin; none if left out."""
+        """A text's tokens, of `TOKEN`, and where turns begin; none if left out."""
         text, token_ids, roles, turns = document.text, list[int](), list[int](), list[int]()
         if isinstance(text, Conversation):
             token_ids, roles, turns = text.tokens(self.prefix, self._positions == "assistant")
@@ -204,7 +196,7 @@ class Cutter:
         return _added(self.suffix, document.number)
 
     def _repeated_prefix(self, tokens: np.ndarray) -> int:
-        """How many tokens of a document's rest stand for the prefix: a second BOS would be a second attention sink."""
+        """The number of tokens that stand for the prefix: a second BOS would be a second attention sink."""
         count = len(self.prefix)
         return count if tokens["token_id"][:count].tolist() == self.prefix else 0
 
@@ -221,14 +213,13 @@ class Cutter:
 
 
 def _after(document: Document, end: int, is_last: bool) -> Cursor:
-    """Where the window begins that follows one up to a token of a document, perhaps the document's last."""
+    """Where the next window begins after one that ends at a token of a document."""
     if is_last:
         return Cursor(document.number + 1, 0, document.mark)
     return Cursor(document.number, end, document.mark)
 
 
 def _added(token_ids: list[int], document: int) -> np.ndarray:
-    """Special tokens next to those of a document."""
     tokens = np.zeros(len(token_ids), TOKEN)
     tokens["token_id"] = token_ids
     tokens["document"] = document
@@ -240,9 +231,8 @@ class Block:
     """Windows in document order, from `cursor` to `end`.
 
     `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
-    row, (R,); a store takes those it names. `before` has for each special token, and for each document left out by
-    reason, the number of the block's rows before it. `skipped` has the documents left out before each window, and after
-    the last one.
+    row, (R,). `before` has for each special token, and each document left out by reason, the number of the block's rows
+    before it. `skipped` counts the documents left out before each window, and after the last.
     """
 
     def __init__(
@@ -280,10 +270,10 @@ def in_blocks(
     cursor: Cursor = START,
     size: int = BLOCK_TOKENS,
 ) -> Generator[Block, None, None]:
-    """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
+    """The blocks of a text, from a cursor on; `documents_from` opens the text at a cursor's document.
 
-    A block has about `size` tokens, at most `BLOCK_TOKENS`, or what a stored cursor has: the same blocks come again on
-    another device. It ends early at the last of `rows` rows.
+    A block has about `size` tokens, at most `BLOCK_TOKENS`, or a stored cursor's: the same blocks come again on another
+    device. It ends early at the last of `rows` rows.
     """
     cursor = cursor._replace(size=cursor.size or min(size, BLOCK_TOKENS))
     gathered: list[Window] = []

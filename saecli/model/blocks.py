@@ -1,5 +1,4 @@
-"""Where the residual stream passes in a model's blocks, by what they compute: the same names mean other things in other
-models.
+"""Where the residual stream passes in a model's blocks, by what they compute: names mean other things in other models.
 
 A block runs on two tokens, and autograd's graph is read. Between attention and MLP the residual stream is a summand of
 the block's output that a module reads, such that without that module's copy the other summands would not depend on the
@@ -29,12 +28,10 @@ KEEPING = (
 
 
 class Reached(Exception):  # noqa: N818 - not an error
-    """Ends a forward pass once all wanted activations have been read."""
+    """Ends a forward pass."""
 
 
 class ResidualStream(NamedTuple):
-    """The residual stream in a block."""
-
     middle: tuple[str, str] | None = None  # the module, and its side, that has it after attention
     before: tuple[str, ...] = ()  # norms that read the block's input
     after: tuple[str, ...] = ()  # norms that read it after attention
@@ -61,7 +58,7 @@ def _stop(*_: Any) -> None:
 
 
 class _Trial:
-    """A block's pass; nodes are of autograd's graph."""
+    """A block's pass."""
 
     def __init__(self, block: nn.Module, hooks: ExitStack) -> None:
         self._block, self._width = block, 0
@@ -90,7 +87,6 @@ class _Trial:
             self._returned.setdefault(name, node)
 
     def _node(self, x: Any) -> Node | None:
-        """The node of activations of the block's width, (..., `TRIED`, D); None for other values."""
         whole = isinstance(x, Tensor) and x.numel() == TRIED * self._width
         return x.grad_fn if whole and x.shape[-1] == self._width else None
 
@@ -128,7 +124,7 @@ class _Trial:
 
 
 def norms_of(block: nn.Module, width: int) -> dict[str, nn.Module]:
-    """The norms in a block that have a weight for each dimension of the residual stream."""
+    """The norms in a block with a weight for each dimension of the residual stream."""
     return {
         name: module
         for name, module in block.named_modules()
@@ -140,11 +136,10 @@ def norms_of(block: nn.Module, width: int) -> dict[str, nn.Module]:
 @torch.no_grad()
 def weights_read(norms: Iterable[nn.Module]) -> Tensor | None:
     """How strongly blocks read each dimension of the residual stream x, (D,): the root mean square of the weights g of
-    their norms, `g x / rms(x)`, where a norm that multiplies by 1 plus its parameter (Gemma) has that sum; None without
-    any but 0.
+    their norms, `g x / rms(x)`, 1 plus the parameter in Gemma; None if all are 0.
 
-    Weights differ between dimensions: from 1 to 119 in the last third of Gemma 3 270M, where those that vary much have
-    small ones. With rows scaled by the root of g (`--normalize model`) an SAE's error lies where the model looks least.
+    They range from 1 to 119 in the last third of Gemma 3 270M, smallest where x varies most. With rows scaled by the
+    root of g (`--normalize model`) an SAE's error lies where the model looks least.
     """
     factors = [_factor(norm) for norm in norms]
     if not factors:
@@ -155,7 +150,7 @@ def weights_read(norms: Iterable[nn.Module]) -> Tensor | None:
 
 
 def _factor(norm: nn.Module) -> Tensor:
-    """What a norm multiplies each dimension by, (D,), read off its values at vectors of mean 0 and variance 1."""
+    """What a norm multiplies each dimension by, (D,), at a vector of mean 0 and variance 1."""
     weight = norm.get_parameter("weight").float().cpu()
     signs = torch.ones_like(weight)
     signs[1::2] = -1
@@ -173,7 +168,7 @@ def _inputs(node: Node) -> list[Node]:
 
 
 def _origin(node: Node, scaled: bool = False) -> Node:
-    """The node whose values a node has, or with `scaled` multiples of them."""
+    """The node whose values, or with `scaled` multiples of them, a node has."""
     while _operation(node) in KEEPING.split() or (
         scaled and _operation(node) == "Mul" and len(_inputs(node)) == 1
     ):
@@ -192,7 +187,7 @@ def _summands(total: Node | None, part: Node | None, scaled: bool = False) -> li
 
 
 def _ancestors(nodes: Iterable[Node], but_for: Node | None = None) -> set[Node]:
-    """The nodes that some depend on, in ways that do not lead through one."""
+    """The nodes that some depend on without `but_for`."""
     left, seen = list(nodes), set[Node]()
     while left:
         node = left.pop()
@@ -203,8 +198,6 @@ def _ancestors(nodes: Iterable[Node], but_for: Node | None = None) -> set[Node]:
 
 
 def on_arguments(replace: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any]]:
-    """A hook that replaces the activations among a module's arguments."""
-
     def hook(_: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         first = first_tensor(given)
@@ -216,7 +209,6 @@ def on_arguments(replace: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any]
 
 
 def with_first(output: Any, replace: Callable[[Any], Any]) -> Any:
-    """A module's output with its first tensor replaced."""
     if not isinstance(output, tuple | list):
         return replace(output)
     parts: dict[Any, Any] = dict(enumerate(output))
@@ -226,7 +218,7 @@ def with_first(output: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def first_tensor(given: Mapping[Any, Any]) -> Any:
-    """The key of the activations, or tokens, among a module's arguments, by position or name; None without a tensor."""
+    """The position or name of activations, or tokens, among a module's arguments."""
     tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
     if 0 in tensors:
         return 0
@@ -237,7 +229,7 @@ def first_tensor(given: Mapping[Any, Any]) -> Any:
 
 @contextmanager
 def calling(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """While open, modules call functions in place of their forward methods; hooks stay."""
+    """While open, functions replace modules' forward methods; hooks stay."""
     for module, function in functions.items():
         vars(module)["forward"] = function
     try:

@@ -1,7 +1,7 @@
 """A loaded language model, whose activations are read or replaced at hook points.
 
-They are read by module hooks rather than from `hidden_states`, whose last entry is normalised. Only the blocks wanted
-are kept; the configuration stays the whole model's, so that they compute the same.
+Module hooks read them: the last of transformers' `hidden_states` is normalised. Only the blocks wanted are kept, under
+the whole model's configuration.
 """
 
 import re
@@ -53,10 +53,9 @@ class LanguageModel:
     """A loaded language model and its tokenizer.
 
     Args:
-        head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused, unless it is "any"
-            and the model predicts masked tokens: `mask_token` is then the token that stands for them, else None.
-        dtype: see `ModelSource.dtype_on`.
-        weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
+        head: load the unembedding too; refuses a model whose tokens see later ones, unless it is "any" and the model
+            predicts masked tokens, for which `mask_token` stands.
+        weights_seed: of random weights, as the architecture initialises them; None for the model's own.
         last: the last layer to keep; None for all.
 
     A `LoadedSource` is results as it is, with its head, dtype and device.
@@ -110,7 +109,6 @@ class LanguageModel:
 
     @torch.no_grad()
     def _check_causal(self, head: bool) -> None:
-        """ModelError where the next token is to be predicted, and the first of some tokens depends on later ones."""
         if not head or self.mask_token is not None:
             return
         tokens = torch.arange(TRIED) % self.vocabulary
@@ -134,7 +132,7 @@ class LanguageModel:
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
-        """Raise a ModelError for tokens without an embedding; a tokenizer may have more than its model."""
+        """ModelError for tokens without an embedding; a tokenizer may have more than its model."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
             raise ModelError(
                 f"{self.source.name} cannot read the token {largest}: its embedding has "
@@ -149,8 +147,8 @@ class LanguageModel:
         points: Sequence[HookPoint],
         take: Callable[[Tensor], Result],
     ) -> list[Result]:
-        """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: a model may then add
-        to them in place. `token_ids`, int64, and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
+        """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: the model may add to
+        them in place. `token_ids` and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
         self.check_tokens(token_ids)
         results: dict[HookPoint, Result] = {}
 
@@ -171,7 +169,7 @@ class LanguageModel:
         raise self.modules.never_ran(never)
 
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
-        """The logits, (B, T, vocabulary), float32; arguments as in `read`. The model must be loaded with its head."""
+        """The logits, (B, T, vocabulary), float32; needs the head."""
         return self.forward(token_ids, mask).logits.float()
 
     def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
@@ -218,7 +216,7 @@ class LanguageModel:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Turn an error in the model's code, which does not name the model, into a ModelError; no dropout meanwhile."""
+        """While open, there is no dropout, and errors in the model's code become ModelErrors that name it."""
         try:
             with in_eval_mode([self.model]):
                 yield
@@ -239,7 +237,7 @@ class LanguageModel:
         return self.modules.blocks
 
     def reads(self, point: HookPoint) -> Tensor | None:
-        """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
+        """How strongly later blocks read each dimension at a hook point, (D,); None if unknown."""
         if point.layer is None or not point.has_model_width or point.site == "mlp_in":
             return None
         tried = self.modules.streams  # of blocks that are not loaded the norms have the same names
@@ -256,8 +254,8 @@ class LanguageModel:
 
 
 def _rotary_of_each_window(model: nn.Module, mask: Tensor) -> AbstractContextManager[None]:
-    """While open, rotary embeddings that depend on the longest window of a batch, and on passes before (dynamic NTK,
-    longrope), are in each window, of the tokens where the mask is not 0, those of its own length."""
+    """While open, rotary embeddings that depend on a batch's longest window and on earlier passes (dynamic NTK,
+    longrope) are in each window those of its own length."""
     lengths = mask.sum(1).tolist()
     return calling(
         {
@@ -281,7 +279,6 @@ def _embedded(
 
 @contextmanager
 def _loading(source: ModelSource) -> Iterator[None]:
-    """While open, transformers says nothing, and its errors are explained."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
     logging.disable_progress_bar()
@@ -326,8 +323,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     # If the files are missing, the library makes an empty tokenizer for some architectures.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(
-            f"cannot load the tokenizer of {source.name}: it has no readable tokenizer.json or the like next "
-            f"to the weights; save the tokenizer there too"
+            f"cannot load the tokenizer of {source.name}: no readable tokenizer.json or the like is next to "
+            "the weights; save it there too"
         )
     return tokenizer
 
@@ -335,7 +332,6 @@ def load_tokenizer(source: ModelSource) -> Any:
 def _with_weights(
     source: ModelSource, loader: Any, settings: dict[str, Any], last: int | None
 ) -> Any:
-    """The model, of blocks after the last only the norms; ModelError if its checkpoint lacks weights."""
     kind = MODEL_MAPPING.get(type(source.config), None) if loader is AutoModel else None
     if last is not None and isinstance(kind, type):
         shortened = settings | {"state_dict": unread_weights(source)}
@@ -363,7 +359,7 @@ def _with_weights(
 
 
 def _shortened(kind: Any, source: ModelSource, last: int) -> Any:
-    """A class of models that makes, and so loads, no more of the blocks after the last than their norms."""
+    """A class of models that makes, and so loads, only the norms of the blocks after the last."""
 
     def initialise(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
@@ -383,8 +379,7 @@ def _shortened(kind: Any, source: ModelSource, last: int) -> Any:
 
 
 def _needed(model: Any, source: ModelSource) -> set[str]:
-    """Names of the parameters up to the last block's, or with a head of all: a checkpoint saved for another task may
-    lack modules after the blocks, such as BERT's pooler."""
+    """Names of parameters, without a head up to the last block's: a checkpoint may lack BERT's pooler."""
     names = [name for name, _ in model.named_parameters()]
     if model.get_output_embeddings() is not None:
         return set(names)
@@ -398,7 +393,7 @@ def _modules(model: Any, source: ModelSource) -> Modules:
 
 
 def modules_of(source: ModelSource) -> Modules:
-    """The modules of a model, without weights unless it is loaded."""
+    """A model's modules, without weights unless it is loaded."""
     if isinstance(source, LoadedSource):
         return _modules(source.model, source)
     config = deepcopy(source.config)  # which the next line changes
@@ -407,7 +402,7 @@ def modules_of(source: ModelSource) -> Modules:
 
 
 def check_memory(source: ModelSource, device: torch.device) -> None:
-    """MachineError if a model's weights are larger than a device's free memory; loads none."""
+    """MachineError if a model's weights exceed a device's free memory; loads none."""
     numbers = sum(parameter.numel() for parameter in modules_of(source).model.parameters())
     needed = numbers * getattr(torch, source.dtype_on(device)).itemsize
     if needed > (free := free_memory(device)):
@@ -418,11 +413,11 @@ def check_memory(source: ModelSource, device: torch.device) -> None:
 
 
 def modules_document(model: str, revision: str | None) -> dict[str, Any]:
-    """The modules of a model that run, without loading its weights.
+    """The modules of a model that run; loads no weights.
 
     Returns:
-        `model`, and as `modules` each with its name, `*` for the number of a layer or an expert, the `layers` that
-        have it so, none outside of blocks, and as `in` and `out` the site that this side of it is, or None.
+        `model`, and `modules`: each by name, `*` for a layer's or expert's number, with the `layers` that have it, none
+        outside of blocks, and the sites that its `in` and `out` are, or None.
     """
     source = find_model(model, revision)
     modules = modules_of(source)

@@ -1,6 +1,6 @@
 """Hook points in a model: one side, input or output, of a module; the sites of a block are known ones.
 
-A module has its name in the model with a head, as in `model.layers.3.self_attn.o_proj`; `:in` or `:out` is its side.
+A module's name is that in the model with a head, as in `model.layers.3.self_attn.o_proj`; `:in` or `:out` is its side.
 
 Shapes: B windows, T tokens, D = d_in.
 """
@@ -36,7 +36,7 @@ class Modules:
         self.blocks = cast(nn.ModuleList, model.get_submodule(path))
 
     def at(self, point: HookPoint) -> tuple[str, str]:
-        """The path of a hook point's module, and its side; ConfigError if its block has none."""
+        """The path of a hook point's module, and its side; ConfigError if there is none."""
         if point.layer is None:
             name, _, side = point.site.partition(":")
             paths = self._named(name)
@@ -56,7 +56,7 @@ class Modules:
         return ".".join(filter(None, (self.path, str(point.layer), inner))), side
 
     def name(self, path: str) -> str:
-        """The name of a module in the model with a head; this may be the part without."""
+        """A module's name in the model with a head; this may be the part without."""
         is_base = getattr(self.model, "base_model", None) is self.model
         return f"{self.model.base_model_prefix}.{path}" if is_base else path
 
@@ -65,8 +65,8 @@ class Modules:
         return f"{self.name(path)}:{side}"
 
     def points(self, pattern: str, model: int = 0) -> list[HookPoint]:
-        """The hook points of a module's name with its side, where * is one part of the name, such as every layer: sites
-        of blocks where they are known, and of the `model` of that number. ConfigError if there are none."""
+        """The hook points of a module's name with its side, where * is one part of the name, as known sites if they
+        are, in the `model` of that number. ConfigError if there are none."""
         name, _, side = pattern.partition(":")
         paths = self._named(name)
         if not paths:
@@ -75,7 +75,7 @@ class Modules:
 
     @cached_property
     def sites(self) -> dict[tuple[str, str], str]:
-        """The known sites by path and side of their modules; the first of several."""
+        """The known sites by path and side of their modules."""
         found: dict[tuple[str, str], str] = {}
         for layer in range(len(self.blocks)):
             for site in SITES:
@@ -85,7 +85,7 @@ class Modules:
 
     @cached_property
     def streams(self) -> list[ResidualStream]:
-        """The residual stream in each block; unknown in a model that does not run on tokens alone."""
+        """Of each block; unknown in a model that does not run on tokens alone."""
         try:
             return streams(self.model, self.blocks)
         except Exception:  # a model's code raises anything
@@ -98,17 +98,14 @@ class Modules:
             return self.streams
 
     def _part(self, layer: int, site: str) -> tuple[str, str] | None:
-        """The part of a block, and its side, that a site is; None if the block has none."""
-        stream = self.streams[
-            layer
-        ]  # of any site: with a hook of an earlier one, the trial would be read
+        # Of any site: with a hook of an earlier one, the trial would be read.
+        stream = self.streams[layer]
         if site == "resid_mid":
             return stream.middle
         added = stream.added if site in ("attn_out", "mlp_out") else None
         return _part_at(self.blocks[layer], site, added)
 
     def never_ran(self, point: HookPoint) -> ModelError:
-        """The error for a hook point that a forward pass has not reached."""
         return ModelError(
             f"{self.named(point)} never ran: expected a module that every forward pass over tokens calls, by "
             "a model that is not compiled; name another, see `sae extract --list-modules`"
@@ -140,7 +137,7 @@ class Modules:
 
     @contextmanager
     def intercepted(self, point: HookPoint, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """While open, forward passes replace the activations, (B, T, D), at a hook point by `replace(activations)`."""
+        """While open, `replace(activations)` replaces those at a hook point, (B, T, D)."""
         path, side = self.at(point)
         module = self.model.get_submodule(path)
         around = self.model if point.layer is None else self.blocks[point.layer]
@@ -163,13 +160,8 @@ class Modules:
 
 
 class _Interception:
-    """Hooks that replace the activations at a hook point: `begin` of its block or model, then `replaced` or `on_output`
-    of its module, then `on_block`.
-
-    Args:
-        name: of the hook point, in errors.
-        in_model: `begin` is of the whole model.
-        rejoins: the MLP alone reads what is replaced; the residual stream, which passes it by, is changed as much.
+    """Hooks at a hook point: `begin` of its block, or model if `in_model`; `replaced` or `on_output` of its module;
+    `on_block`. If it `rejoins`, only the MLP reads what is replaced, and the residual stream is changed as much.
     """
 
     def __init__(
@@ -214,8 +206,8 @@ class _Interception:
 
 
 def blocks_of(model: Any, layers: int, name: str) -> str:
-    """The path of the transformer blocks of a model named `name`: of its module lists of length `layers` the one
-    nearest to the embedding of tokens, since an image encoder may have as many, and the outermost."""
+    """The path of a model's blocks: of its module lists of length `layers`, which an image encoder may have too, the
+    one nearest to the embedding of tokens, and the outermost."""
     modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
     home = next((path for path, module in modules.items() if module is embedding), "")
     folders = {
@@ -232,7 +224,6 @@ def blocks_of(model: Any, layers: int, name: str) -> str:
 
 
 def _part_at(block: nn.Module, site: str, among: Collection[str] | None) -> tuple[str, str] | None:
-    """`Modules._part` for the sites that are known by names, if given `among` these modules."""
     modules = dict(block.named_modules())
     if ":" in site:
         part, _, side = site.partition(":")
@@ -247,11 +238,10 @@ def _part_at(block: nn.Module, site: str, among: Collection[str] | None) -> tupl
 
 
 def is_of_tokens(tensor: Tensor, windows: Sequence[int]) -> bool:
-    """Whether a tensor is activations of windows of tokens, (B, T, D); mixtures of experts and OPT flatten them."""
+    """Whether a tensor is activations, (B, T, D), flattened in mixtures of experts and OPT."""
     B, T = windows
     return tensor.is_floating_point() and tuple(tensor.shape[:-1]) in ((B, T), (B * T,), (1, B * T))
 
 
 def folded(name: str) -> str:
-    """A module's name with * for every number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

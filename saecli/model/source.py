@@ -68,8 +68,6 @@ OFFLINE_ADVICE = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
-
     name: str  # as the user gave it, without a revision
     location: str  # a folder or file, or the id on the hub
     revision: str | None  # the hub commit; None for folders and files
@@ -78,7 +76,7 @@ class ModelSource:
 
     @cached_property
     def content(self) -> str | None:
-        """On the hub its commit, else a hash of its files; None if bundled."""
+        """A commit on the hub, or a hash of files; None if bundled."""
         path = Path(self.location)
         if self.revision is not None or self.name in BUNDLED:
             return self.revision
@@ -89,18 +87,17 @@ class ModelSource:
 
     @property
     def id(self) -> str:
-        """The name in stores and files of SAEs: of a folder or file its whole path."""
+        """Its name, or whole path, in stores and files of SAEs."""
         local = self.name not in BUNDLED and self.revision is None
         return str(Path(self.location).resolve()) if local else self.name
 
     @property
     def spec(self) -> str:
-        """Its id and commit, as `find_model` takes them."""
         return ModelName(self.id, self.revision).spec
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What a store says of its model besides what its request has."""
+        """What `store.json` adds to the request."""
         commit = {} if self.revision is None else {"revision": self.revision}
         return {"layers": self.layers, **commit}
 
@@ -114,7 +111,7 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """The longest window in tokens, by `max_position_embeddings`; None if there is none."""
+        """The most tokens of a window, by `max_position_embeddings`; None if unlimited."""
         config = self.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
         if isinstance(longest, int) and re.fullmatch(AFTER_PADDING, config.model_type):
@@ -126,8 +123,8 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass; `auto` is the checkpoint's own where the device multiplies in it, else
-        float32. The bundled model, whose figures are to be the same on all CPUs, takes float32 on each."""
+        """The precision of a forward pass; `auto` is the checkpoint's where the device multiplies in it, else float32,
+        as always of the bundled model on CPUs, where its figures are to be the same."""
         if wanted != "auto":
             return wanted
         text_config = self.config.get_text_config()
@@ -146,11 +143,10 @@ class ModelSource:
             )
 
     def identity(self, dated: bool = False) -> dict[str, Any]:
-        """The part of a request's hash for the weights."""
         return {"model": self.id, "weights": self.dated if dated and self.dated else self.content}
 
     def note(self) -> str | None:
-        """What the reader leaves out of a GGUF file; None of other models."""
+        """What transformers leaves out of a GGUF file, if anything."""
         path = named_file(self.location)
         if path is None:
             return None
@@ -166,8 +162,8 @@ class ModelSource:
 
 
 def find_model(name: str, revision: str | None = None) -> ModelSource:
-    """The model of a bundled model's name, a folder, a GGUF file, or a hub id, with a branch, tag or commit there,
-    which may follow the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
+    """The model of a bundled name, folder, GGUF file, or hub id, there at a `revision`, also as ID@REVISION; ModelError
+    if it is missing or gated, or the hub cannot be reached."""
     file = named_file(name)
     if file is None and not Path(name).is_dir():
         name, _, at = name.partition("@")
@@ -188,7 +184,7 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
 
 
 def check_downloaded(spec: str) -> None:
-    """ModelError if a model, named as in `ModelSource.spec`, is gone or would have to be downloaded."""
+    """ModelError if a model, by its `spec`, is gone or would have to be downloaded."""
     if spec in BUNDLED or Path(spec).exists():
         return
     if Path(spec).is_absolute():
@@ -200,7 +196,6 @@ def check_downloaded(spec: str) -> None:
 
 
 def _on_hub(name: str, revision: str | None) -> ModelSource:
-    """A hub model; without a network from the client's cache, with the same commit."""
     offline = why_unreachable() is not None
     try:
         commit = HfApi().resolve_revision(name, revision=revision, local_files_only=offline)
@@ -212,8 +207,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
 
 
 def _config(name: str, location: str, revision: str | None = None) -> Any:
-    """The configuration of a whole model: where peft is installed transformers adds an adapter's weights to those of
-    the model that it names, else it takes the folder's alone."""
+    """The configuration of a whole model: what transformers makes of an adapter depends on whether peft is there."""
     try:
         if not Path(location).is_file() and find_adapter_config_file(
             location, **_reading(revision)
@@ -236,7 +230,6 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
 
 
 def _times_of(folder: Path) -> str:
-    """Hash of the sizes and times of a folder's files."""
     stamps = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
     return hash_request(
         {name: [stamp.st_size, stamp.st_mtime_ns] for name, stamp in stamps.items()}
@@ -244,7 +237,7 @@ def _times_of(folder: Path) -> str:
 
 
 def _cached_sha256(path: Path) -> str:
-    """`file_sha256`; of a large file it is kept in the user's cache until the file changes."""
+    """A large file's is kept in the user's cache until the file changes."""
     stamp = path.stat()
     times = [stamp.st_mtime_ns, stamp.st_ctime_ns]
     key = hash_request({"file": [str(path.resolve()), stamp.st_ino, stamp.st_size, *times]})
@@ -262,7 +255,7 @@ def _cached_sha256(path: Path) -> str:
 
 
 def explained(name: str, error: BaseException, part: str = "model") -> ModelError:
-    """Why a model, or a part of it such as its tokenizer, could not be loaded, and what to do."""
+    """Why a model, or its tokenizer as `part`, could not be loaded, and what to do."""
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{name} comes with Python code of its own, and this tool runs no code from a model's "
@@ -295,7 +288,7 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
 
 
 def named_file(name: str) -> Path | None:
-    """The file, if a model's name is that of a GGUF file."""
+    """The GGUF file that a model's name is, if any."""
     path = Path(name)
     if path.suffix.lower() != GGUF or path.is_dir():
         return None
@@ -305,8 +298,8 @@ def named_file(name: str) -> Path | None:
 
 
 def from_pretrained(kind: Any, location: str, revision: str | None = None, **settings: Any) -> Any:
-    """`kind.from_pretrained` of a folder, of a hub model's commit, or of a GGUF file in a folder of its own: from the
-    files next to it transformers would take another model's tokenizer."""
+    """`kind.from_pretrained`; of a GGUF file in a folder of its own, else transformers takes a tokenizer from the files
+    next to it."""
     # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
     settings |= {"trust_remote_code": False, **_reading(revision)}
     path = named_file(location)
@@ -331,8 +324,7 @@ def from_pretrained(kind: Any, location: str, revision: str | None = None, **set
 
 @contextmanager
 def _no_conversion() -> Iterator[None]:
-    """While open, transformers does not ask the hub to convert a model without safetensors, by a pull request to its
-    repository."""
+    """While open, transformers opens no pull request on the hub to convert a model to safetensors."""
     before = os.environ.get(NO_CONVERSION)
     os.environ[NO_CONVERSION] = before or "1"
     try:
@@ -344,8 +336,8 @@ def _no_conversion() -> Iterator[None]:
 
 
 def unread_weights(source: ModelSource) -> dict[str, Any] | None:
-    """The tensors of a checkpoint in safetensors, each read when it is taken; None of other formats. What transformers
-    maps instead stays in memory until the whole model is made."""
+    """The tensors of a checkpoint in safetensors, each read when taken, where transformers maps all into memory; None
+    of other formats."""
     if named_file(source.location) or getattr(source.config, "quantization_config", None):
         return None
     where = {"path_or_repo_id": source.location, **_reading(source.revision)}
@@ -363,7 +355,6 @@ def unread_weights(source: ModelSource) -> dict[str, Any] | None:
 
 
 def _reading(revision: str | None) -> dict[str, Any]:
-    """How transformers reads files: of a commit on the hub, else, or without a network, those that are here."""
     return {
         "revision": revision,
         "local_files_only": revision is None or why_unreachable() is not None,
@@ -372,14 +363,13 @@ def _reading(revision: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class LoadedSource(ModelSource):
-    """A loaded model; its content is the hash of its state, configuration and tokenizer."""
+    """A loaded model of transformers."""
 
     model: Any = None
     tokenizer: Any = None
 
     @cached_property
     def state(self) -> str:
-        """See `state_hash`."""
         return state_hash(self.model)
 
     @cached_property
@@ -395,7 +385,7 @@ class LoadedSource(ModelSource):
 
     @property
     def id(self) -> str:
-        """What its configuration was loaded from, of a folder the whole path, else the name of its class."""
+        """The name, or folder's whole path, that it was loaded from, else its class."""
         return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
 
     @property
@@ -407,7 +397,7 @@ class LoadedSource(ModelSource):
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of a model, or of its part that reads text; ConfigError if it is none of transformers."""
+    """The configuration of a model's part that reads text; ConfigError if it is none of transformers."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(
             f"the model must be one of transformers, loaded, got {type(model).__name__}; give what "
@@ -419,8 +409,7 @@ def text_config(model: Any) -> Any:
 def loaded_sources(
     models: Sequence[Any], tokenizer: Any, options: Collection[str], device: str
 ) -> list[LoadedSource]:
-    """The loaded models with their tokenizer; none if models are given by name. ConfigError for a mixture, or for an
-    option, or a device, that does nothing."""
+    """The loaded models, none if all are names; ConfigError for a mixture, or an option or device that does nothing."""
     by_name = [model for model in models if isinstance(model, str)]
     if 0 < len(by_name) < len(models):
         raise ConfigError(
@@ -466,8 +455,8 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
 
 @torch.no_grad()
 def state_hash(model: nn.Module, dtype: str | None = None) -> str:
-    """Hash of a model's weights, as they are in a dtype if one is given, and of which modules have hooks, but for those
-    of transformers, which only take notes. Cost: about 1 GB/s."""
+    """Hash of a model's weights, in a dtype if given, and of which modules have hooks other than transformers' own.
+    Cost: about 1 GB/s."""
     digest = sha256()
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -483,7 +472,7 @@ def state_hash(model: nn.Module, dtype: str | None = None) -> str:
 
 @contextmanager
 def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
-    """While open, models have no dropout; after it, each module is in the mode that it had."""
+    """While open, models have no dropout; each module then returns to its mode."""
     training = [module for model in models for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -1,6 +1,6 @@
 """A tokenizer's special tokens around a text, and its ids as text.
 
-The tokenizer itself is asked. Which tokens are added is no property of their ids: a chat's turns may begin with BOS.
+Which tokens are added is no property of their ids: a chat's turns may begin with BOS.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,13 @@ LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
 
 
 class Affixes(NamedTuple):
-    """The special tokens that every window has around its part of a text."""
+    """Special tokens around a window's text."""
 
     prefix: list[int]
     suffix: list[int]
     drops_first: bool  # with no token to begin with, a window's first token counts as special
 
     def room(self, context: int) -> int:
-        """Tokens of a text in a window of `context` tokens."""
         around = len(self.prefix) + len(self.suffix)
         if context <= around:
             raise ConfigError(
@@ -32,8 +31,8 @@ class Affixes(NamedTuple):
 
 
 def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
-    """What the tokenizer puts around a text; where it puts nothing before one, with `prepend_bos` its BOS, else its
-    EOS, else its separator of documents."""
+    """What the tokenizer puts around a text; where that begins with nothing, with `prepend_bos` BOS, else EOS, else the
+    separator of documents."""
     mask = tokenizer(KNOWN, return_special_tokens_mask=True)
     of_text = [number for number, added in enumerate(mask["special_tokens_mask"]) if not added]
     ids = mask["input_ids"]
@@ -46,8 +45,8 @@ def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
 
 
 def text_ids(tokenizer: Any, text: str, prefix: list[int]) -> tuple[list[int], bool]:
-    """A text's tokens after those of the prefix, which a window begins with; and whether the text itself begins with
-    it, as a chat rendered beforehand does: a second BOS would be a second attention sink."""
+    """A text's tokens after those of the prefix, and whether it begins with them, as a rendered chat does: a second BOS
+    would be a second attention sink."""
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     start = 0
     while prefix and token_ids[start : start + len(prefix)] == prefix:
@@ -56,8 +55,8 @@ def text_ids(tokenizer: Any, text: str, prefix: list[int]) -> tuple[list[int], b
 
 
 def special_ids(tokenizer: Any, control: bool) -> set[int]:
-    """The tokens that are special where a text holds them; of chats with all `control` tokens, some of which are only
-    added tokens (Llama's)."""
+    """The tokens that are special within a text; of chats with `control` tokens, some of which are only added tokens
+    (Llama's)."""
     added = tokenizer.added_tokens_decoder.items() if control else ()
     special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
     if _pads_with_word(tokenizer):
@@ -75,7 +74,7 @@ def _pads_with_word(tokenizer: Any) -> bool:
 
 
 class TokenTexts:
-    """The texts of a tokenizer's tokens, as within a text."""
+    """Tokens as they read within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -87,11 +86,11 @@ class TokenTexts:
         return len(self._tokenizer)
 
     def __getitem__(self, token: int) -> str:
-        """The text of one token, with U+FFFD for a part of a character."""
+        """With U+FFFD for a part of a character."""
         return self._known.get(token) or self._known.setdefault(token, self.joined([token]))
 
     def joined(self, tokens: Sequence[int]) -> str:
-        """The text of consecutive tokens; numbers if the tokenizer does not know one of them."""
+        """The text of consecutive tokens; numbers if one is unknown."""
         if any(not 0 <= token < len(self) for token in tokens):
             return "".join(f"[{token}]" for token in tokens)
         head, whole = (
@@ -104,8 +103,8 @@ class TokenTexts:
 
 
 def characters(texts: Any, tokens: Sequence[int]) -> list[tuple[str, int]]:
-    """The pieces of text that tokens make, and the number of tokens in each: one, unless a character spans several;
-    `texts` are `TokenTexts`, or have the same two methods."""
+    """The pieces of text that tokens make, with the number of tokens in each: one, unless a character spans several;
+    `texts` has the methods of `TokenTexts`."""
     groups: list[list[int]] = []
     broken = False  # whether the last group may go on
     for token in tokens:

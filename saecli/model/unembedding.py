@@ -19,22 +19,22 @@ LOGIT_BINS = 40
 
 
 class OutputTokens(NamedTuple):
-    """Tokens and the changes of their logits, largest first, (R, count) each, on the CPU."""
+    """Tokens and changes of their logits, largest first, (R, count) each, on the CPU."""
 
     promoted: Tensor
     promoted_logits: Tensor
     suppressed: Tensor
     suppressed_logits: Tensor
-    counts: Tensor  # (R, LOGIT_BINS), all tokens by change, in equal bins from the lowest to the highest
+    counts: Tensor  # (R, LOGIT_BINS), all tokens by change, in equal bins from lowest to highest
 
 
 class Unembedding:
-    """A model's final norm and unembedding, as one linear map from directions to logits; needs a model with its head.
+    """A model's final norm and unembedding as a linear map from directions to logits; needs the head.
 
         logits(d) = W_U (norm(u) - norm(0)) / sqrt(D),  u = sqrt(D) d / ||d||,
 
-    minus their mean over the vocabulary, which affects no probability. At a mean square of 1 RMSNorm only multiplies
-    by its weight; LayerNorm also centres, and divides by the standard deviation that is left.
+    minus their mean over the vocabulary, which affects no probability. At a mean square of 1 RMSNorm multiplies by its
+    weight; LayerNorm also centres and divides by the remaining standard deviation.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -53,8 +53,8 @@ class Unembedding:
     def output_tokens(
         self, directions: Tensor, count: int, show: Callable[[int], None]
     ) -> OutputTokens:
-        """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most; `show` is
-        called with the number of directions done. Cost: `2 R D V` operations, `HELD_LOGITS` logits held at a time."""
+        """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most; `show` takes
+        the number of directions done. Cost: `2 R D V` operations, `HELD_LOGITS` logits in memory."""
         count = min(count, len(self._W_U))
         parts: list[tuple[Tensor, ...]] = []
         done = 0
@@ -77,7 +77,7 @@ class Unembedding:
 
 @torch.no_grad()
 def _final_norm(model: LanguageModel, head: Any) -> nn.Module:
-    """The norm before the head, the last module whose output is the head's input; the identity if there is none."""
+    """The norm whose output the head reads; the identity if there is none."""
     outputs: list[tuple[nn.Module, Tensor]] = []
     head_inputs: list[Tensor] = []
 

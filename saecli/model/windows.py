@@ -27,8 +27,7 @@ def pass_tokens(device: torch.device) -> int:
 
 
 def stored_windows(rows: Rows, tokens: int, source: int | None = None) -> Iterator[TextWindow]:
-    """The first windows that hold one of these rows, in stored order, until they hold `tokens` of them; of a mixture
-    those of a `source`, which may be none."""
+    """The first windows that hold these rows, as stored, until `tokens` rows; of a mixture those of a `source`."""
     found = 0
     for window in rows.windows(source):
         yield window
@@ -40,8 +39,7 @@ def stored_windows(rows: Rows, tokens: int, source: int | None = None) -> Iterat
 def stored_activations(
     model: "LanguageModel", windows: Iterable[TextWindow], points: Sequence[HookPoint], most: int
 ) -> Iterator[list[Tensor]]:
-    """The activations at the rows of windows, at distinct hook points, (n, D) each, in batches of at most `most`
-    tokens; the model runs up to the last of the points."""
+    """The activations at windows' rows, at distinct hook points, (n, D) each, in batches of at most `most` tokens."""
     for batch in in_batches(windows, most):
         token_ids, mask, is_row = padded(batch)
 
@@ -52,7 +50,7 @@ def stored_activations(
 
 
 def in_batches(windows: Iterable[TextWindow], most: int) -> Iterator[list[TextWindow]]:
-    """The windows in lists of at most `most` tokens when padded, or of one window."""
+    """Lists of at most `most` tokens when padded, or of one window."""
     pending: list[TextWindow] = []
     for window in windows:
         longest = max(other.length for other in [*pending, window])
@@ -65,7 +63,7 @@ def in_batches(windows: Iterable[TextWindow], most: int) -> Iterator[list[TextWi
 
 
 def padded(windows: Sequence[TextWindow]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, mask and `is_row`, (B, T) each, padded on the right with token 0 under mask 0."""
+    """Token ids, mask and `is_row`, (B, T) each, padded on the right."""
     lengths = torch.tensor([window.length for window in windows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     token_ids = torch.zeros(mask.shape, dtype=torch.int64)

@@ -1,10 +1,10 @@
 """Effects of SAEs on a language model's predictions: one at a time, or several in one forward pass, such as transcoders
-of all layers, each of which encodes what those before it have left.
+of all layers, each of which encodes what those before it leave.
 
-Tokens that are no rows (special ones, BOS) keep their own activations, and predictions from them are excluded from
-every mean; but zero ablation applies to all tokens, as in SAELens' evaluation. A crosscoder is encoded from the clean
-activations at all its hook points, of all its models, and replaces all of a model's at once, or one alone: after the
-last of several residual streams replaced, the model does not see the earlier ones.
+Tokens that are no rows (special ones, BOS) keep their activations, and predictions from them are in no mean; but zero
+ablation applies to all tokens, as in SAELens' evaluation. A crosscoder is encoded from the clean activations at all its
+hook points, of all its models, and replaces all of a model's at once, or one alone: after the last of several residual
+streams replaced, the model does not see the earlier ones.
 
 Shapes: n rows of a forward pass, m of them scored, D = d_in, E = d_out.
 """
@@ -42,21 +42,21 @@ def effects(
     """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
 
     Args:
-        models: the passes of each model, with one tokenizer; a hook point's `model` is a number among them.
+        models: with one tokenizer; numbered by a hook point's `model`.
         reads: the hook points whose activations are encoded.
-        parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
-        show: called after each batch with the number of tokens done.
+        parts: hook points of one model that are replaced at once: those read, some of them, or a transcoder's.
+        show: called with the number of tokens done.
         zeroed: fraction of the tokens, about, that the zeroed model is run over.
 
     Returns:
         For each SAE and each part: `tokens`, the number scored; ce_clean, ce_spliced and ce_zero, the next token's mean
         cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
-        written (ce_clean plus the mean rise where it was measured); ce_recovered,
+        written (ce_clean plus the mean rise where measured); ce_recovered,
         `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, None unless that rise is `CLEARLY` above 0; kl, the mean
-        KL(clean || spliced) in nats. Of a model that predicts masked tokens these alone, see `hidden_tokens`.
+        KL(clean || spliced) in nats. A masked model is scored on its `hidden_tokens`.
 
-    Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
-    the same on a fraction of the tokens.
+    Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head; for zeros the same on
+    the fraction.
     """
     sums = _EffectSums(models, reads, parts, saes, zeroed)
     for batch in in_batches(windows, pass_tokens(models[0].model.device)):
@@ -66,7 +66,7 @@ def effects(
 
 
 class _EffectSums:
-    """What `effects`, whose arguments these are, sums over batches of windows."""
+    """Sums over batches; arguments of `effects`."""
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class _EffectSums:
         self.counted = 0  # all rows, or those that are masked
 
     def add(self, windows: Sequence[TextWindow]) -> None:
-        """Run a batch through the models as they are, spliced, and, for some batches, zeroed."""
         clean_passes: list[CleanPass] = []
         activations: dict[HookPoint, Tensor] = {}
         for model, passes in enumerate(self.models):
@@ -118,7 +117,6 @@ class _EffectSums:
     def _add_pass(
         self, model: int, clean: CleanPass, predicted: list[dict[HookPoint, Tensor]], zero_too: bool
     ) -> None:
-        """Add the losses of a model: clean, with each SAE's predictions in each of its parts, and with zeros there."""
         own_parts = [index for index, part in enumerate(self.parts) if part[0].model == model]
         spliced = [
             clean.filled({point: y_hat[point] for point in self.parts[index]})
@@ -135,7 +133,7 @@ class _EffectSums:
                 self.rises[:, index] += torch.stack([rise.sum(), rise.square().sum()]).cpu()
 
     def measures(self, part: int, sae: int) -> dict[str, Any]:
-        """The measures of a part and an SAE, by their numbers; see `effects`."""
+        """Of a part and an SAE, by their numbers; see `effects`."""
         ce_clean = _ratio(self.clean[self.parts[part][0].model], self.predictions)
         ce, kl = self.spliced[:, part, sae]
         ce_spliced = _ratio(ce, self.predictions)
@@ -179,12 +177,12 @@ def effects_together(
 
     Args:
         means: of the rows that each SAE predicts, (E,).
-        show: called after each batch with the number of tokens done.
+        show: called with the number of tokens done.
 
     Returns:
         ce_clean, ce_spliced, kl and tokens as of `effects`; ce_zero and ce_mean, with zeros or means at all hook points
-        that are replaced, and ce_recovered; and of each SAE the error of its predictions in the spliced pass, as
-        `fvu_spliced` of what the model has there in that pass, as `fvu_clean` of what it has without any SAE.
+        written, and ce_recovered; and of each SAE in the spliced pass the error of its predictions, as `fvu_spliced` of
+        what the model has there, as `fvu_clean` of what it has without any SAE.
 
     Cost: four forward passes over the tokens.
     """
@@ -236,8 +234,8 @@ def effects_together(
 def _spliced_together(
     clean: CleanPass, acts: Sequence[Placement], predict: Callable[[int, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """The inputs of the head, (m, d_model), with `predict(number, x, y)`, (n, E), in place of the activations y that
-    the SAE of that number replaces, given x, (n, D), that it reads, both of this pass."""
+    """The inputs of the head, (m, d_model), with `predict(number, x, y)`, (n, E), in place of y: the numbered SAE reads
+    x, (n, D), and replaces y, both of this pass."""
     read: dict[int, Tensor] = {}
 
     def hook(point: HookPoint, activations: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A language model's forward pass in parts, with activations replaced.
 
 A pass that changes activations at a hook point repeats what the blocks before it returned in another pass, and logits,
-V per token, are computed for some rows at a time. Both use the model's own code, with forward methods of its blocks
-replaced for a time, so that whatever it does around its blocks and to its logits (soft caps, factors) stays what it is.
+V per token, are computed for some rows at a time. Both run the model's own code, its blocks' forward methods replaced,
+so that whatever it does around its blocks and to its logits (soft caps, factors) stays.
 
 Shapes: B windows, T tokens, n of them rows, D = d_in, E = d_out, V vocabulary.
 """
@@ -36,14 +36,12 @@ MASKED = 0.15  # of the rows, as BERT and ESM-2 were trained
 
 
 class FirstBlocks(NamedTuple):
-    """The first blocks of a pass, to be repeated instead of run."""
-
     number: int
     output: Any  # what the last of them returned
 
 
 class Passes:
-    """A language model's forward pass in two parts; it must be loaded with its head."""
+    """A language model's forward pass in two parts; needs the head."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self._head = model, model.model.get_output_embeddings()
@@ -63,8 +61,8 @@ class Passes:
         hooks: Mapping[HookPoint, Hook] | None = None,
         repeated: FirstBlocks | None = None,
     ) -> Tensor:
-        """The head's inputs, (B, T, D), with activations at hook points replaced by `hook(point, activations)`, and
-        differentiable in what replaces them; `repeated` blocks of another pass over the same tokens do not run."""
+        """The head's inputs, (B, T, D), with activations replaced by `hook(point, activations)`, in which they are
+        differentiable; `repeated` blocks of another pass over the same tokens do not run."""
         reached: list[Tensor] = []
 
         def reach(module: nn.Module, args: tuple[Tensor]) -> None:
@@ -85,7 +83,7 @@ class Passes:
 
     @contextmanager
     def recording(self, counts: Collection[int]) -> Iterator[dict[int, FirstBlocks]]:
-        """While open, passes record their first blocks, for each of these numbers of them."""
+        """While open, passes record their first blocks, by these numbers of them."""
         recorded: dict[int, FirstBlocks] = {}
 
         def record(count: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -98,7 +96,6 @@ class Passes:
             yield recorded
 
     def _repeating(self, first: FirstBlocks) -> AbstractContextManager[None]:
-        """While open, the first blocks do nothing, and return a copy of what the last of them returned."""
 
         def repeat(*args: Any, **kwargs: Any) -> Any:
             return _copied(first.output)  # a model may add to it in place
@@ -106,7 +103,7 @@ class Passes:
         return calling(dict.fromkeys([*self.model.blocks][: first.number], repeat))
 
     def logits(self, states: Tensor) -> Tensor:
-        """The logits, (n, V), of the head's inputs, (n, D), in the model's dtype; differentiable in them."""
+        """The logits, (n, V), of the head's inputs, (n, D), in the model's dtype; differentiable."""
         token_ids = torch.zeros(1, 1, dtype=torch.int64)
         mask = torch.ones_like(token_ids)
         if self._one_token is None:
@@ -124,9 +121,9 @@ class Passes:
 
     @torch.no_grad()
     def repeatable(self, points: Sequence[HookPoint], token_ids: Tensor) -> int:
-        """The number of first blocks that a pass with activations replaced at these hook points need not run: 0 where
-        later blocks read more of them than the residual stream, as in models whose layers share keys and values. Found
-        by trying it on some of the tokens, (B, T)."""
+        """The number of first blocks that a pass with activations replaced at hook points need not run: 0 where later
+        blocks read more of them than the residual stream, such as shared keys and values. Tried on some of the tokens,
+        (B, T)."""
         count = min(_blocks_before(point) for point in points)
         if count and count not in self._is_repeatable:
             few = token_ids[:1, :PROBED]
@@ -143,7 +140,6 @@ class Passes:
 
 
 def _blocks_before(point: HookPoint) -> int:
-    """The number of first blocks that do not see a change at a hook point."""
     layer = point.layer or 0
     return layer + 1 if point.site == "resid_post" else layer
 
@@ -153,9 +149,7 @@ def _copied(output: Any) -> Any:
 
 
 class CleanPass:
-    """A batch of windows run through a model as it is.
-
-    Of a model that predicts masked tokens, m of the n rows are masked and predicted; else m is n.
+    """A batch of windows run through a model as it is; m is n, or of a masked model the number of tokens predicted.
 
     activations: at each hook point read or written, (n, its width).
     states: inputs of the head, (m, d_model).
@@ -170,7 +164,7 @@ class CleanPass:
         writes: tuple[HookPoint, ...],
         parts: Sequence[tuple[HookPoint, ...]] = (),
     ) -> None:
-        """`parts`: hook points that are to be replaced at once, if not all that are written."""
+        """`parts`: hook points replaced at once, if not all written."""
         self.passes, self.reads, self.writes = passes, reads, writes
         self._token_ids, self._mask, is_row = padded(windows)  # (B, T); mask 0 at padding
         passes.model.check_tokens(self._token_ids)
@@ -199,16 +193,15 @@ class CleanPass:
 
     @property
     def x(self) -> Tensor:
-        """The activations at the hook points read, side by side, (n, D)."""
+        """The activations read, side by side, (n, D)."""
         return torch.cat([self.activations[point] for point in self.reads], 1)
 
     @property
     def y(self) -> Tensor:
-        """The activations at the hook points written, side by side, (n, E)."""
+        """The activations written, side by side, (n, E)."""
         return torch.cat([self.activations[point] for point in self.writes], 1)
 
     def _next_tokens(self, windows: Sequence[TextWindow]) -> Tensor:
-        """The token that follows each one, (B, T)."""
         next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
         of_text = self._mask.clone()
         for row, window in enumerate(windows):
@@ -219,13 +212,12 @@ class CleanPass:
         return torch.where(has_next, next_tokens, NO_NEXT)
 
     def spliced(self, y_hat: Tensor) -> Tensor:
-        """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
-        written; differentiable in it."""
+        """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of y; differentiable in it."""
         widths = [self.activations[point].shape[1] for point in self.writes]
         return self.filled(dict(zip(self.writes, y_hat.split(widths, 1), strict=True)))
 
     def filled(self, values: Mapping[HookPoint, Tensor]) -> Tensor:
-        """The inputs of the head with values, (n, width) or (width,), in place of the activations at hook points."""
+        """The inputs of the head with values, (n, width) or (width,), at hook points."""
         return self.changed(
             (*values,), lambda point, activations: self.with_rows(activations, values[point])
         )
@@ -239,13 +231,11 @@ class CleanPass:
         return activations.index_put((self._replaced,), rows.to(activations))
 
     def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
-        """The inputs of the head with zeros at these hook points."""
         return self.changed(writes, lambda _, activations: torch.zeros_like(activations))
 
     def changed(
         self, writes: tuple[HookPoint, ...], replace: Callable[[HookPoint, Tensor], Tensor]
     ) -> Tensor:
-        """The inputs of the head with `replace(point, activations)` at these hook points."""
         repeated = self._first_blocks.get(self.passes.repeatable(writes, self._token_ids))
         hooks = dict.fromkeys(writes, replace)
         states = self.passes.states(self._token_ids, self._mask, hooks, repeated)
@@ -261,8 +251,8 @@ class CleanPass:
         return torch.cat(losses) if losses else states.new_empty(0, dtype=torch.float32)
 
     def compared(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The cross-entropy of the next token of the clean pass, (n,) float32, as `losses`; and with each of other
-        inputs of the head, float64, its sum and that of KL(clean || other)."""
+        """The `losses` of the clean pass; and, with each of other inputs of the head, the sums of losses and of
+        KL(clean || other), float64."""
         losses = [torch.empty(0, device=self.states.device)]
         sums = torch.zeros(2, len(others), dtype=torch.float64, device=self.states.device)
         for block in self._blocks():
@@ -279,8 +269,8 @@ class CleanPass:
         return torch.cat(losses), *sums
 
     def descent(self, states: Tensor, objective: str) -> tuple[Tensor, Tensor]:
-        """Inputs of the head, (n, d_model): the sum over them of `kl`, KL(clean || them), or of `ce`, the cross-entropy
-        of the next token, float64; and its gradient with respect to them."""
+        """The sum over inputs of the head, (n, d_model), of `kl`, KL(clean || them), or of `ce`, the next token's
+        cross-entropy, float64; and its gradient with respect to them."""
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         gradient = torch.empty_like(states)
         for block in self._blocks():
@@ -312,11 +302,10 @@ class CleanPass:
         )
 
     def _blocks(self) -> Iterator[slice]:
-        """Rows whose logits are computed at once."""
         yield from _slices(0, len(self.states), LOGITS_AT_ONCE // self.passes.model.vocabulary)
 
     def _cached(self, block: slice, *logits: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Rows of a block, and their part of each of its logits, that stay in a CPU's cache."""
+        """Rows of a block, and their part of its logits, that stay in a CPU's cache."""
         at_once = CACHED_LOGITS if logits[0].device.type == "cpu" else LOGITS_AT_ONCE
         for rows in _slices(block.start, block.stop, at_once // logits[0].shape[1]):
             part = slice(rows.start - block.start, rows.stop - block.start)
@@ -324,8 +313,8 @@ class CleanPass:
 
 
 def hidden_tokens(windows: Sequence[TextWindow], is_row: Tensor) -> Tensor:
-    """The tokens that a masked model is to predict, (B, T) bool: `MASKED` of each window's rows, at least one, by a
-    seed that its tokens are."""
+    """The tokens that a masked model predicts, (B, T) bool: `MASKED` of each window's rows, at least one, seeded by
+    its tokens."""
     hidden = torch.zeros_like(is_row)
     for row, window in enumerate(windows):
         rows = np.flatnonzero(window.is_row)

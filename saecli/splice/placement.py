@@ -1,4 +1,4 @@
-"""Where an SAE acts in a language model, and in which."""
+"""Where an SAE acts, and in which language model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 @dataclass(frozen=True)
 class Placement:
-    """An SAE, and the hook points that it reads and predicts, several of a crosscoder; the same unless it is a
-    transcoder."""
+    """An SAE, and the hook points that it reads and predicts: several of a crosscoder, two of a transcoder."""
 
     name: str
     sae: SAE
@@ -33,7 +32,6 @@ class Placement:
 
     @property
     def origin(self) -> Origin:
-        """Its hook points alone."""
         return Origin(read=self.reads, written=self.target)
 
     @property
@@ -68,8 +66,8 @@ class Placement:
 def placement(
     opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = ""
 ) -> Placement:
-    """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file does not say. With `what` a
-    crosscoder of several models is refused: "WHAT NAME is not defined"."""
+    """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file has none. With `what` a crosscoder
+    of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
     name, origin = subject.name, saved.origin
     models = tuple(model.spec for model in origin.models) or (None,)
@@ -107,7 +105,6 @@ def check_distinct(acts: Iterable[Placement]) -> None:
 
 
 def _check_inputs(name: str, saved: SavedSAE) -> None:
-    """ConfigError unless a crosscoder's file has a hook point for each of its widths."""
     known = sum(bool(point.site) for point in saved.origin.read)
     if known != len(saved.sae.widths) or known != len(saved.origin.read):
         raise ConfigError(
@@ -117,7 +114,7 @@ def _check_inputs(name: str, saved: SavedSAE) -> None:
 
 
 def _hook_point(name: str, recorded: HookPoint, layer: int | None, site: str | None) -> HookPoint:
-    """The hook point that an SAE's file names, or that the user gives where it names none."""
+    """The hook point in an SAE's file, else the user's."""
     if site is not None and not HookPoint(0, site).is_known:
         raise unknown_choice("site", site, SITES)
     site_option = "module" if site is not None and ":" in site else "site"
@@ -152,8 +149,8 @@ def model_of(
     revision: str | None = None,
     tokenizer: Any = None,
 ) -> "ModelSource":
-    """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
-    loads no weights."""
+    """The language model that SAEs act in, by default that in their files, with a note if it differs; loads no
+    weights."""
     recorded = {sae.models[0] for sae in saes}
     wanted: Any = model
     if tokenizer is not None or isinstance(model, torch.nn.Module):

@@ -3,8 +3,8 @@
     y' = decode(z')                      z' = change(z), z = encode(x); without `error`
     y' = y + (z' - z) W_dec              with it: decode(z') plus the reconstruction error, y - decode(z)
 
-x is read and y replaced; they are the same unless the SAE is a transcoder. Special tokens (BOS) keep their activations,
-and so does the first token of a text, which is the attention sink where there is no BOS.
+x is read and y replaced; they differ for a transcoder. Special tokens (BOS) keep their activations, and so does the
+first token of a text, the attention sink where there is no BOS.
 
 Source: Marks et al., "Sparse Feature Circuits" (2025), for the error as a constant beside the codes.
 
@@ -38,7 +38,7 @@ Change = Callable[[Tensor], Tensor]  # of codes, (B, T, F)
 
 
 class Splice:
-    """An SAE in the forward passes of a model. Its methods are called in each, in this order.
+    """An SAE in the forward passes of a model, each of which calls its methods in this order.
 
     Args:
         change: edits a copy of the codes.
@@ -103,7 +103,6 @@ class Splice:
 
     @without_autocast
     def _with_error(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        """y plus the decoded change, which is exactly 0 without one."""
         assert self.codes is not None
         if not self.constant:
             return y + ((self.codes - z) @ self.sae.W_dec).to(y)
@@ -121,8 +120,8 @@ def splices(
     special: Sequence[int] | None = None,
     everywhere: bool = False,
 ) -> Iterator[None]:
-    """While open, SAEs act in the forward passes of a model: not at `special` tokens, by default its BOS, EOS, CLS, SEP
-    and padding, and not at the first token of a text, unless `everywhere`."""
+    """While open, SAEs act in a model's forward passes: unless `everywhere`, not at a text's first token and `special`
+    ones, by default BOS, EOS, CLS, SEP and padding."""
     config = text_config(model)
     name = getattr(config, "name_or_path", "") or type(model).__name__
     for part in parts:
@@ -231,18 +230,17 @@ def spliced(
         attribution = codes["first"].grad * codes["first"].detach()  # (B, T, F)
 
     Where gradients are enabled, codes keep theirs after `backward`. To gradients the error is a constant: what reaches
-    an earlier SAE's codes comes through later SAEs' codes. In generation the last forward pass has one token.
+    an earlier SAE's codes comes through later ones'. In generation the last forward pass has one token.
 
     Args:
-        sae: as in `evaluate`; several as a list, or as a mapping from names of your own. An SAE that does not record
-            its hook point has it as its key, as in `{(12, "resid_post"): sae}`, or a module's name. `codes` has the
-            keys of a mapping, the names as given, and for SAEs in memory their positions; any position, such as
-            `codes[0]`, works too.
+        sae: as in `evaluate`; several as a list, or as a mapping from your own names. An SAE that does not record its
+            hook point has it as its key, as in `{(12, "resid_post"): sae}`, or a module's name. `codes` has a mapping's
+            keys, else names as given, and positions, such as `codes[0]`.
         error: add the reconstruction error; the model's output then stays the same, bit for bit, unless codes change.
-        change: a function that takes codes, (B, T, F), which it may edit in place, and returns those to decode; `codes`
-            has these. For several SAEs a mapping from keys to functions.
-        everywhere: also at special tokens (BOS, EOS, padding) and at the first token of a text. Otherwise these keep
-            their activations, as in `sae eval`; their codes are there, and have no gradient.
+        change: a function of codes, (B, T, F), which it may edit in place, that returns those to decode and to find in
+            `codes`. For several SAEs a mapping from keys to functions.
+        everywhere: also at special tokens (BOS, EOS, padding) and at the first token of a text, which otherwise keep
+            their activations, as in `sae eval`, and whose codes have no gradient.
     """
     keyed = _keyed(sae)
     if change is not None and not isinstance(change, Mapping):
@@ -269,7 +267,6 @@ def spliced(
 
 
 def _keyed(sae: SAELike | Sequence[SAELike] | Mapping[Any, SAELike]) -> dict[Hashable, SAELike]:
-    """SAEs by the keys of their codes."""
     if isinstance(sae, Mapping):
         return dict(sae)
     several = [sae] if sae is None or isinstance(sae, SAE | str | Path) else sae
