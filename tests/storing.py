@@ -84,19 +84,6 @@ def listed_shards(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "shards.jsonl").read_text().splitlines()]
 
 
-def as_version_3(path: Path) -> None:
-    """Rewrite a store's documents as an older saecli wrote them: all shards in `store.json`."""
-    document = json.loads((path / "store.json").read_text())
-    shards, resume = listed_shards(path), document.pop("resume", None)
-    for number, shard in enumerate(shards):
-        is_last = number == len(shards) - 1
-        shard["resume"] = resume if is_last else {"cursor": {"row": 0}, "skip": 1}
-    assert len(shards) == document.pop("shard_count")
-    document |= {"format_version": 3, "shards": shards}
-    (path / "store.json").write_text(json.dumps(document))
-    (path / "shards.jsonl").unlink()
-
-
 def collect(batches: Iterator[np.ndarray]) -> np.ndarray:
     """All rows of a stream."""
     return np.concatenate([*batches])

@@ -103,7 +103,6 @@ class ShardRecord:
     file: Annotated[str, Check(_shard_file)]
     rows: Annotated[int, Ge(1)]
     frame: Frame
-    resume: Resume | None = None  # in version 3
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,7 @@ class StoreMeta:
             "request_hash",
         )
         features = {"features": self.world.features} if self.world else {}
-        # Older stores name no module.
-        source = {name: value for name, value in self.source.items() if name != "module"}
-        return {**source, **features, **{name: getattr(self, name) for name in names}}
+        return {**self.source, **features, **{name: getattr(self, name) for name in names}}
 
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
         """The store of several ranks, from their folders' names and contents, in order of rank; ValueError if one is of
@@ -225,15 +222,10 @@ class StoreMeta:
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
-        demand_version(text, FORMAT_VERSION, oldest=3)
+        demand_version(text, FORMAT_VERSION, oldest=FORMAT_VERSION)
         meta = parse_json(text, cls)
         _ = meta.origin  # which checks its types
-        if meta.format_version == FORMAT_VERSION:
-            return meta
-        last, count = meta.shards[-1].resume if meta.shards else None, len(meta.shards)
-        return dataclasses.replace(
-            meta, shard_count=count, resume=last, format_version=FORMAT_VERSION
-        )
+        return meta
 
 
 def shard_name(index: int) -> str:
@@ -291,6 +283,4 @@ def list_shard(store: Path, shard: ShardRecord) -> None:
 
 
 def _line(shard: ShardRecord) -> bytes:
-    document = dataclasses.asdict(shard)
-    del document["resume"]
-    return f"{to_json(document)}\n".encode()
+    return f"{to_json(dataclasses.asdict(shard))}\n".encode()

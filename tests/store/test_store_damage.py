@@ -14,14 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storing import (
-    as_version_3,
     change_listed,
     collect,
     listed_shards,
-    make_meta,
     make_store,
     memory_folder,
-    stored_contents,
 )
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
@@ -116,7 +113,10 @@ def document(tmp_path_factory):
     ("change", "said"),
     [
         ({"format_version": 5}, "expected format version 4 or older, got 5; upgrade saecli"),
-        ({"format_version": 2}, "expected format version 3, got 2, of an older saecli"),
+        (
+            {"format_version": 3},
+            "expected format version 4, got 3, of an older saecli: make it anew",
+        ),
         ({"format_version": None}, "format_version: expected a valid integer, got None"),
         ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
         ({"d_in": 0}, "d_in: expected greater than or equal to 1, got 0"),
@@ -131,7 +131,9 @@ def document(tmp_path_factory):
         *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
     ],
 )
-def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, change, said):
+def test_a_store_json_damaged_or_of_another_version_is_refused_by_name(
+    tmp_path, document, change, said
+):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "store.json").write_text(
         change if isinstance(change, str) else json.dumps(document | change)
@@ -140,13 +142,10 @@ def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, ch
         ActivationStore.open(tmp_path / "s")
 
 
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("file", ["../../00000.h5", "/etc/passwd", "00000/shards/00000.h5", ".h5"])
-def test_a_shard_is_no_path(tmp_path, file, old):
+def test_a_shard_is_no_path(tmp_path, file):
     path = make_store(tmp_path / "s", ROWS).path
     change_listed(path, 1, file=file)
-    if old:
-        as_version_3(path)
     said = re.escape(f"1.file: expected a shard's name such as 00000.h5, got '{file}'")
     with pytest.raises(StoreError, match=f"cannot read .*{said}"):
         ActivationStore.open(path)
@@ -170,30 +169,6 @@ def test_a_damaged_list_of_shards_is_refused_by_name(tmp_path, change, said):
     with pytest.raises(StoreError, match=r"shards\.jsonl") as error:
         ActivationStore.open(path)
     assert said in str(error.value)
-
-
-def test_a_store_of_an_older_saecli_is_opened_and_gone_on_with(tmp_path):
-    make_store(tmp_path / "s", ROWS)
-    expected = stored_contents(tmp_path / "s")
-    as_version_3(tmp_path / "s")
-    old = stored_contents(tmp_path / "s")
-    for shard in old["meta"]["shards"]:
-        shard["resume"] = None
-    assert old["meta"] == expected["meta"]
-    np.testing.assert_array_equal(old["rows"], expected["rows"])
-    with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
-        writer.append(RowBlock(ROWS[:130]), {"row": 0})
-    as_version_3(tmp_path / "begun")
-    assert ActivationStore.open(tmp_path / "begun").rows == 130
-    with StoreWriter.open(tmp_path / "begun", make_meta(4)) as writer:
-        assert writer.cursor == {"row": 0}
-        writer.append(RowBlock(ROWS[:130]), {"row": 0})
-        writer.append(RowBlock(ROWS[130:]), {"row": 130})
-        writer.finish()
-    got = stored_contents(tmp_path / "begun")
-    np.testing.assert_array_equal(got["rows"], ROWS)
-    assert [shard["rows"] for shard in got["meta"]["shards"]] == [100, 30, 100, 20]
-    assert (tmp_path / "begun" / "shards.jsonl").exists()
 
 
 def test_files_that_store_json_does_not_list_are_ignored(tmp_path):
