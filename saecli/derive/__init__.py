@@ -1,6 +1,6 @@
 """SAEs made of SAEs.
 
-functions.py the public functions: their arguments, which are the commands' options
-refit.py     an SAE with the decoder that is optimal for given rows
-export.py    an SAE in the format of another library, in a folder or on the hub
+functions.py the public functions, whose arguments are the commands' options
+refit.py     the optimal decoder for given rows
+export.py    an SAE in another library's format, in a folder or on the hub
 """

@@ -1,4 +1,4 @@
-"""An SAE in another library's format, and on the Hugging Face hub with a model card of its measures."""
+"""SAEs in other libraries' formats, and on the Hugging Face hub with a model card of their measures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -63,7 +63,7 @@ Each folder of this repository with an SAE has a card.
 
 
 def writable(saved: SavedSAE, to: str, name: str, listener: Listener) -> SavedSAE:
-    """The SAE, or its stand-in, with a note, if only that can be written in a format."""
+    """The SAE, or its stand-in, with a note, if a format has only that."""
     substitute = stand_in(saved, to)
     if substitute is None:
         return saved
@@ -79,7 +79,6 @@ def listed(sae: SAELike | Sequence[SAELike]) -> list[SAELike]:
 
 
 def demand_format(option: str, to: str, count: int, *others: str) -> None:
-    """ConfigError for an unknown format, where other words are known too, or one that cannot hold `count` SAEs."""
     if to not in WRITABLE:
         raise unknown_choice(option, to, [*others, *WRITABLE])
     if count > 1 and not FORMATS[to].demand_set:
@@ -92,7 +91,6 @@ def demand_format(option: str, to: str, count: int, *others: str) -> None:
 def write_export(
     home: Home, saes: Sequence[SAELike], to: str, out: Path, listener: Listener
 ) -> dict[str, Any]:
-    """Write SAEs in a format; returns what `functions.export` does."""
     entries: list[dict[str, Any]] = []
 
     def written() -> Iterator[SavedSAE]:
@@ -125,7 +123,7 @@ def upload_measured(
     tokens: int | None,
     listener: Listener,
 ) -> dict[str, Any]:
-    """Measure SAEs as they are in a format, and upload them with a card; returns what `functions.push` does."""
+    """Measure SAEs as they are in a format, and upload them with a card."""
     saves = [
         writable(_without_local(each.saved), to, each.subject.name, listener)
         for each in measured_saes
@@ -177,7 +175,7 @@ def folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
 
 
 def _without_local(saved: SavedSAE) -> SavedSAE:
-    """The SAE without names that only this machine knows: folders, stores."""
+    """Without names that only this machine knows: folders, stores."""
     return replace(saved, origin=saved.origin.published(), transcodes=saved.is_transcoder)
 
 
@@ -201,7 +199,6 @@ def _card(
     saves: Sequence[SavedSAE],
     measures: Sequence[dict[str, Any]],
 ) -> "ModelCard":
-    """The figures of an SAE, or of each of a set, and how to load it."""
     from huggingface_hub import ModelCard, ModelCardData  # takes long to import
 
     measured = measured_saes[0]

@@ -35,13 +35,13 @@ def refit(
 
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
 
-    is minimised over W_dec, b_dec and c, T0 being the SAE's own W_dec (on the rows of its own training W_enc', or 0
-    for a transcoder or crosscoder), and alpha the best by leave-one-out; y are the rows x, or a transcoder's targets,
-    to which its skip, `x W_skip`, is fitted too. All is in the metric of the SAE's training, raw if that is unknown.
+    is minimised over W_dec, b_dec and c, in the metric of the SAE's training, raw if unknown. T0 is the SAE's W_dec (on
+    the rows of its own training W_enc', or 0 for a transcoder or crosscoder), alpha the best by leave-one-out; y are
+    the rows x, or a transcoder's targets, to which its skip, `x W_skip`, is fitted too.
 
     Args:
         sae, target, device, home, progress: as in `evaluate`.
-        data: stores or their names in the home, whose training rows are read; otherwise as in `evaluate`.
+        data: stores or their names, whose training rows are read; otherwise as in `evaluate`.
 
     Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
     """
@@ -73,8 +73,8 @@ def refit_run(
     home: HomeLike = None,
     progress: Progress = False,
 ) -> dict[str, Any]:
-    """`refit` an SAE on a store's training rows, measure both on held-out rows, and save a run: `sae refit`. RunError
-    if its metric's FVU did not fall."""
+    """`refit` an SAE on a store's training rows, measure both on held-out rows, and save a run; RunError if FVU in its
+    metric did not fall. CLI equivalent: `sae refit`."""
     from ..measure.evaluate import check_model, check_tokens
     from ..measure.measured import ChosenRows
     from .refit import refit_measured, run_folder
@@ -112,8 +112,7 @@ def export(
         to: also native.
         out: appears whole or not at all.
 
-    Returns:
-        The document that `sae export --json` prints. Of several SAEs `runs` has the entries of each.
+    Returns the document that `sae export --json` prints, for several SAEs with their entries in `runs`.
     """
     from .export import demand_format, listed, write_export
 
@@ -148,12 +147,13 @@ def push(
 ) -> dict[str, Any]:
     """Push an SAE to the Hugging Face hub, with the token of `hf auth login` or HF_TOKEN; CLI equivalent: `sae push`.
 
-    It is measured on held-out rows of a store, with the other arguments as in `evaluate`; returns the document that
-    `sae push --json` prints. Its folder gets a model card, and so does a repository that has none.
+    It is measured on held-out rows. Its folder gets a model card, and so does a repository that has none.
 
     Args:
-        sae: an SAE, or several transcoders, one for each layer, for circuit-tracer.
+        sae: an SAE, or several transcoders, one for each layer, for circuit-tracer; other arguments as in `evaluate`.
         repo: `user/repo`, created if missing, or `user/repo/folder`; the default folder has the run's name.
+
+    Returns the document that `sae push --json` prints.
     """
     from ..measure.evaluate import check_tokens
     from ..measure.measured import ChosenRows

@@ -1,9 +1,7 @@
-"""The exact decoder of an SAE for given rows, its codes as they are; measured, and saved as a run.
+"""The exact decoder of an SAE for given rows, as `functions.refit` says; measured, and saved as a run.
 
-`functions.refit` says what is minimised, by `train/ridge/`; of a nested SAE the error is the mean over its prefixes.
-Rows, W and T0 are in the metric of the SAE's training, raw if its file has none; b is free. T0 is the SAE's own W_dec,
-unless that was fitted to the same rows: it fits each of them better than others, which leave-one-out cannot know.
-Latents that never fire keep their old weights, on other rows times c.
+T0 is the SAE's W_dec, unless that was fitted to the same rows: it fits each of them better than others, which
+leave-one-out cannot know. Latents that never fire keep their weights, on other rows times c.
 """
 
 import time
@@ -62,11 +60,11 @@ class Refitted:
 
 @torch.no_grad()
 def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -> Refitted:
-    """The SAE with the exact decoder for these rows; `own`: on which it was trained. RunError if their products with
-    the codes are not finite, MachineError if there is too little memory.
+    """The SAE with the exact decoder for these rows; `own`: on which it was trained. RunError if products are not
+    finite, MachineError if memory is short.
 
     Cost: per row, codes and `K^2 + 2 D K` operations for K active latents; some seven factorisations, of F^3 / 3
-    operations each. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
+    operations. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
     """
     raw, metric = sae, sae.normalisation
     sae = raw.on_raw_rows(metric.inverse())
@@ -143,7 +141,6 @@ def _batches(sae: SAE, rows: RowSource, metric: Normalisation) -> Iterable[Batch
 
 
 def run_folder(home: Home, measured: Measured, name: str | None) -> Path:
-    """The folder of the new run; RunError if there is one of this name."""
     source = measured.subject.name  # a run, a path, or an address on the hub
     path = Path(source if Path(source).exists() else source.partition("@")[0])
     folder = home.runs.path / checked_name(name or f"refit-{path.resolve().name or 'sae'}")
@@ -155,7 +152,7 @@ def run_folder(home: Home, measured: Measured, name: str | None) -> Path:
 def refit_measured(
     before: Measured, folder: Path, model: str | None, tokens: int | None, listener: Listener
 ) -> dict[str, Any]:
-    """Refit an SAE, measure both, and save a run; returns what `functions.refit_run` does."""
+    """Refit an SAE, measure both, and save a run."""
     created, began = now(), time.monotonic()
     refitted = refit_decoder(before.sae, training_rows(before), listener, is_trained_on(before))
     seconds = time.monotonic() - began
@@ -236,7 +233,6 @@ def training_rows(measured: Measured) -> RowSource:
 
 
 def is_trained_on(measured: Measured) -> bool:
-    """Whether the SAE was trained on rows of these stores."""
     in_stores = bool(measured.rows.inputs)
     return in_stores and measured.stores.hash == measured.subject.data_hash
 

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 from saecli.base.errors import TrainingError
 from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, optimal_decoder
-from saecli.train.ridge.alpha import LEAST, MOST_ALPHA, sample_rows
+from saecli.train.ridge.alpha import LEAST, MOST, sample_rows
 from saecli.train.ridge.sums import Direct
 from saecli.train.ridge.system import PROBES, Ridge
 
@@ -219,7 +219,7 @@ def test_conjugate_gradients_find_the_solution_and_its_residual(spread):
     assert residual <= 1e-10
 
 
-PATH = np.geomspace(LEAST, MOST_ALPHA, 101)  # over the mean diagonal
+PATH = np.geomspace(LEAST, MOST, 101)  # over the mean diagonal
 
 
 def encoded(x: torch.Tensor, d_sae: int, kept: int, seed: int) -> tuple:

@@ -10,16 +10,15 @@ Over (W, b), for codes z (F of them) and targets y (E of them; an SAE's inputs) 
     A = sum z z' - s N z_bar z_bar'                             C = sum z y' - N z_bar (s y_bar + t b_t)'
     W = (A + diag(decay) + r I)^-1 (C + alpha T + mu W_t)       b = t b_t + s (y_bar - z_bar W)
 
-Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
-columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
+Source: the paper's theorem on the optimal decoding, for T = 0 and no decay. T may be a multiple of a given direction,
+T = c T0, with c optimal jointly with W.
 
-Of a nested dictionary, the squared error is the mean over prefixes, whose masks are Q_l, of `||z Q_l W + b - y||^2`.
-With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all of the above holds with
+Of a nested dictionary, the squared error is the mean over prefixes, with masks Q_l, of `||z Q_l W + b - y||^2`. With
+q_i the fraction of the prefixes that hold latent i, and u = q z_bar, all holds with
 
     A_ij = min(q_i, q_j) (sum z z')_ij - s N u_i u_j      C_i = q_i (sum z y')_i - N u_i (s y_bar + t b_t)'
 
-and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
-prediction; see `decoder.py`.
+and with u in place of z_bar in b. An affine skip adds `x S` to the prediction; see `decoder.py`.
 
     system = method_for(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:  # or of few rows: system = HeldRows(z, y)

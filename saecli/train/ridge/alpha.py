@@ -2,22 +2,19 @@
 
     PRESS(alpha) = mean_i ||r_i||^2 / (1 - h_i)^2
 
-with r_i the residual of row i and h_i its leverage, `psi_i' M psi_i + 1 / (N + beta + nu)`: the squared error of row i
-under the decoder fitted to all other rows, with c fixed. Generalised cross-validation, with the mean leverage, chooses
-a ridge far too small if rows differ much in norm, as activations do.
-
-A row of a nested dictionary has a psi, a residual and an error in each of L prefixes, and is left out of all at once:
+with r_i the residual of row i and h_i its leverage, `psi_i' M psi_i + 1 / (N + beta + nu)`; c and a skip are held.
+Generalised cross-validation, with the mean leverage, chooses a ridge far too small if rows differ much in norm, as
+activations do. A row of a nested dictionary has a psi and a residual in each of L prefixes, and is left out of all:
 
     PRESS(alpha) = mean_i ||(I - H_i)^-1 r_i||^2 / L      H_i = (psi_i M psi_i' + 1 1' / (N + beta + nu)) / L
 
-A skip is held while alpha is chosen: rows are left out of the decoder alone.
-
-N rows, n sampled; F = d_sae, E targets proper, L prefixes, 1 without. All float64; symbols as in the package.
+N rows, n sampled; F = d_sae, E targets proper, L prefixes, 1 without. All float64.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -27,11 +24,8 @@ from ...base.devices import moved
 from .decoder import best_multiple
 from .system import PROBES, Factorisation, Sample, System, Terms
 
-LEAST, MOST_ALPHA = (
-    1e-7,
-    1e3,
-)  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
-FACTOR = 3  # of the walk's steps; as many of them are one long stride
+LEAST, MOST = 1e-7, 1e3  # alpha over A's mean diagonal; beyond, W is lost in rounding, or is T
+FACTOR = 3  # of the walk's steps, and steps in a long stride
 
 
 def choose_alpha(
@@ -42,22 +36,20 @@ def choose_alpha(
     From `last`, else from A's mean diagonal with longer strides at first, alpha walks by factors of three to where
     neither neighbour has less, and ends at the minimum of the parabola through these three.
 
-    Cost per alpha tried, at least three: a factorisation, and 2 F^2 operations for each of some 400 columns. One more
-    factorisation at the end, since keeping the best would take twice the memory.
+    Cost per alpha tried, at least three, and once at the end: a factorisation, and 2 F^2 operations for each of some
+    400 columns.
     """
     scale = max(system.scale(terms.shrink(system.rows)), sys.float_info.min)
     press = press_of(system, terms, z, y)
-    start = float(np.clip(last or scale, LEAST * scale, MOST_ALPHA * scale))
-    errors: dict[int, float] = {}
+    start = float(np.clip(last or scale, LEAST * scale, MOST * scale))
 
     def factorised(steps: float) -> Factorisation:
-        alpha = float(np.clip(start * float(FACTOR) ** steps, LEAST * scale, MOST_ALPHA * scale))
+        alpha = float(np.clip(start * float(FACTOR) ** steps, LEAST * scale, MOST * scale))
         return system.factorise(replace(terms, alpha=alpha))
 
+    @cache
     def error(steps: int) -> float:
-        if steps not in errors:
-            errors[steps] = press(factorised(steps))
-        return errors[steps]
+        return press(factorised(steps))
 
     best, stride = 0, 1 if last else FACTOR
     while True:
@@ -76,8 +68,7 @@ def choose_alpha(
 def press_of(
     system: System, terms: Terms, z: Tensor, y: Tensor, size: int = 256
 ) -> Callable[[Factorisation], float]:
-    """PRESS of sampled rows, up to a factor, at a factorisation's alpha. W itself is not solved for: with `u = M psi'`,
-    `psi W = u' (right + c alpha T0)`."""
+    """PRESS of sampled rows, up to a factor, at a factorisation's alpha: `psi W = u' (right + c alpha T0)`."""
     N, E, T0, W_t = system.rows, terms.d_out, terms.direction, terms.W_t.double()
     index, weight = sample_rows(y[:, :E], system.y_bar[:E], size)
     centre = terms.centre(N, system.y_bar)  # with a skip (E + D,)
@@ -113,17 +104,16 @@ def press_of(
 
 
 def _mixing(columns: int) -> Tensor:
-    """Random sums of the columns, which determine c; all columns if they are few."""
+    """Random sums of the columns, which determine c."""
     if columns <= PROBES:
         return torch.eye(columns)
     return 2.0 * torch.randint(2, (columns, PROBES), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A systematic sample of about `size` rows, and the weights that make its sums unbiased, (m,) each.
+    """A systematic sample of some `size` rows of targets, (n, E), and weights that make its sums unbiased, (m,) each.
 
-    Row i of the targets, (n, E), is in it with probability `min(1, size / 2 (1 / n + ||y_i - centre||^2 / sum))`:
-    large norms dominate PRESS.
+    Row i is in it with probability `min(1, size / 2 (1 / n + ||y_i - centre||^2 / sum))`: large norms dominate PRESS.
     """
     if len(y) <= size:
         return torch.arange(len(y), device=y.device), y.new_ones(len(y), dtype=torch.float64)

@@ -1,6 +1,6 @@
 """The closed-form decoder from its normal equations, and the way to solve for it within a budget of memory.
 
-F = d_sae, D skipped dimensions, E targets proper. All float64; symbols as in the package.
+F = d_sae, D skipped dimensions, E targets proper. All float64.
 """
 
 import math
@@ -30,7 +30,7 @@ class Method:
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, reread: Callable[[], Iterator[Codes]]) -> System:
-        """The system to add rows to; "dual" has none yet, and is replaced by one of all rows at the end of the pass."""
+        """The system to add rows to; a "dual" one is empty, to be replaced after the pass by one of all rows."""
         d_sae, d_out = start.shape
         if self.kind == "direct":
             return Sums(d_sae, d_out, start.device, self.prefixes)
@@ -90,8 +90,8 @@ class DecoderState:
 def optimal_decoder(
     system: System, terms: Terms, factorisation: Factorisation | None = None, needless: int = 0
 ) -> DecoderState:
-    """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
-    `factorisation` replaces the terms'; at most `needless` latents are found as missed least.
+    """The decoder that minimises the package's objective; a `factorisation` has its own alpha. At most `needless`
+    latents are found.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, F^3 / 3 for needless latents.
     """
@@ -134,7 +134,7 @@ def optimal_decoder(
 class WithSkip(Factorisation):
     """An affine skip S, (D, E), eliminated from a factorisation M: solutions are optimal jointly with S.
 
-    The system has the targets (y, x) side by side, so that M is solved once for `M C_y` and `P = M C_x`. With
+    The system's targets are (y, x) side by side, and M is solved once for `M C_y` and `P = M C_x`. With
 
         A_xx = sum x x' - N x_bar (s x_bar)'        A_xy = sum x y' - N x_bar (s y_bar + t b_t)'
 
@@ -188,11 +188,12 @@ class WithSkip(Factorisation):
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
-    """The c that minimises the objective jointly with W.
+    """The c that minimises the objective jointly with `W(c) = untargeted + c alpha along`, where `untargeted` is
+    M (C + mu W_t) and `along` M T0, (F, E) each, their columns perhaps mixed alike:
 
-    At `W(c) = untargeted + c alpha along`, with `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, its
-    derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at `<T0, untargeted> / <T0, T0 - alpha along>`; columns may
-    be left out, or mixed alike. If no code varies every c is equally good; 1 keeps the encoder's gradient.
+        -2 alpha <T0, W(c) - c T0> = 0        c = <T0, untargeted> / <T0, T0 - alpha along>
+
+    If no code varies every c is equally good; 1 keeps the encoder's gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= 1e-14 * T0.square().sum().item():  # rounding
@@ -201,10 +202,10 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
-    """1 for at most `most` of the latents that vary, a mask (F,), that are missed least, else 0, (F,), float64.
+    """1 for at most `most` of the varying latents, a mask (F,), that are missed least, else 0, (F,), float64.
 
-    Without latent i, the others refitted, the objective is larger by its effect, `||W_i||^2 / M_ii`, here far below the
-    median one. Each is found without those before, so that one of several copies stays.
+    Without latent i, the others refitted, the objective grows by its effect, `||W_i||^2 / M_ii`, here far below the
+    median. Each is found without those before, so that one of several copies stays.
 
     Source: Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993).
     """
@@ -220,9 +221,7 @@ def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tens
     taken = torch.zeros(len(latents), dtype=torch.bool, device=W.device)
     for turn in range(min(most, len(latents))):
         effect = (W.square().sum(1) / M.diagonal()).masked_fill(taken, torch.inf)
-        least = effect.argmin(
-            keepdim=True
-        )  # as an index of one entry, for which a GPU is not waited for
+        least = effect.argmin(keepdim=True)  # of one entry, which a GPU is not waited for
         found = effect[least] < low
         if turn % TURNS == 0 and not found:
             break

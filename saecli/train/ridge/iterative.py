@@ -1,7 +1,6 @@
 """Normal equations without a Gram matrix: conjugate gradients with products computed from the codes.
 
-N rows, B in a block; F = d_sae, E targets, C columns of a right side. Symbols as in the package's docstring; `shrink`
-is s.
+N rows, B in a block; F = d_sae, E targets, C columns of a right side; `shrink` is s.
 """
 
 import math
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes, SparseCodes, joined
-from .system import NOT_FINITE, PROBES, AllReduce, Factorisation, Inverse, Ridge, System, reduced
+from .sums import BlockSums
+from .system import NOT_FINITE, PROBES, AllReduce, Factorisation, Inverse, Ridge, reduced
 
 MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
@@ -28,11 +28,10 @@ def conjugate_gradient(
     tolerance: float,
 ) -> tuple[Tensor, float]:
     """Solve `A X = G`, (F, C), for a symmetric positive definite A, given by its products and diagonal; X, and the
-    residual of the worst column, over its right side, in the diagonal's norm.
+    residual of the worst column, `sqrt(r' diag^-1 r)`, over its right side's; it ends below the tolerance.
 
-    It ends when each residual's `sqrt(r' diag^-1 r)` is below the tolerance times G's. Iterations grow as the root of
-    the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents that never fire together (Saad, "Iterative
-    Methods for Sparse Linear Systems", 6.7 and 9.2).
+    Iterations grow as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents that never
+    fire together (Saad, "Iterative Methods for Sparse Linear Systems", 6.7 and 9.2).
     """
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
@@ -59,16 +58,16 @@ def conjugate_gradient(
 
 
 def _positive(values: Tensor) -> Tensor:
-    """The values, with 1 for columns already solved, whose steps are then 0."""
+    """1 for columns already solved, whose steps are then 0."""
     return torch.where(values > 0, values, 1.0)
 
 
-class StreamedCodes(System):
+class StreamedCodes(BlockSums):
     """Normal equations whose matrix is given by its products, computed from the codes block by block.
 
     With v = z V - u' V, z being the codes of one prefix, `A V = mean_l sum (z - u) v' + (1 - s) N u (u' V)`: for K
-    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes that take more than
-    `budget` bytes come once more from `reread` in each iteration, which starts at the decoder `start`, (F, E).
+    entries per row, 4 K C operations per row and iteration. Codes of more than `budget` bytes come from `reread` in
+    each iteration; the first starts at the decoder `start`, (F, E).
     """
 
     def __init__(
@@ -78,14 +77,10 @@ class StreamedCodes(System):
         budget: float,
         prefixes: Prefixes = (),
     ) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=start.device)
-
         d_sae, d_out = start.shape
-        self.count = zeros(1)
-        self.sum_z, self.sum_y = zeros(d_sae), zeros(d_out)
-        self.squares, self.zy = zeros(d_sae), zeros(d_sae, d_out)
-        self.start, self.prefixes = start, prefixes
+        super().__init__(d_sae, d_out, start.device, prefixes)
+        self.squares = torch.zeros_like(self.sum_z)
+        self.start = start
         # Whether codes did not fit, in any process, and every iteration encodes again.
         self.streams = False
         self._reread, self._room = reread, budget
@@ -93,13 +88,9 @@ class StreamedCodes(System):
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block: codes, (B, F), which are kept if they fit, and targets, (B, E)."""
         codes = codes.compact()
-        self.count += len(y)
-        self.sum_z += codes.sums()
-        self.sum_y += y.sum(0)
+        super().add(codes, y)
         self.squares += codes.squares()
-        self.zy += codes.transposed_times(y)
         self._room -= codes.bytes()
         if self._room < 0:
             self.streams, self._kept = True, None
@@ -122,18 +113,6 @@ class StreamedCodes(System):
         streams = self.count.new_tensor([self.streams])
         reduced([self.count, self.sum_z, self.sum_y, self.squares, self.zy, streams], all_reduce)
         self.streams = bool(streams)
-
-    @property
-    def rows(self) -> float:
-        return self.count.item()
-
-    @property
-    def _z_bar(self) -> Tensor:
-        return self.sum_z / self.count
-
-    @property
-    def y_bar(self) -> Tensor:
-        return self.sum_y / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
         return torch.addr(self.zy, self.sum_z, centre, alpha=-1).mul_(self._membership[..., None])
@@ -160,7 +139,7 @@ class StreamedCodes(System):
 
 
 class Iterative(Factorisation):
-    """Each solution is an iteration; the decoder's starts from the last decoder."""
+    """Each solution is an iteration."""
 
     def __init__(self, system: StreamedCodes, ridge: Ridge, shrink: float, decay: Tensor) -> None:
         super().__init__(system, ridge, raised=False)
@@ -177,8 +156,7 @@ class Iterative(Factorisation):
         return self._solve(self._codes.cross(centre), self._codes.start)
 
     def inverse(self) -> Inverse:
-        """Its diagonal is estimated, `E v * M v` over random signs v, to some 20% for a latent with a copy, and is at
-        least one over the matrix's.
+        """Its diagonal is estimated, `E v * M v` over random signs v, to some 20% for a latent with a copy.
 
         Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix" (2007).
         """

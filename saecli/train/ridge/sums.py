@@ -1,7 +1,6 @@
 """Normal equations solved by Cholesky: sums over many rows, in F dimensions, or few rows themselves, in N.
 
-N rows, B in a block; F = d_sae, E targets, C columns of a right side. Symbols as in the package's docstring; `shrink`
-is s.
+N rows, B in a block; F = d_sae, E targets, C columns of a right side; `shrink` is s.
 """
 
 from collections.abc import Callable
@@ -26,21 +25,11 @@ from .system import (
 )
 
 
-class Sums(System):
-    """N, means, `S = sum z z'` and `C = sum z y'`.
-
-    Blocks are multiplied in their own precision and summed in float64. Against cancellation the sums are of z - z_0 and
-    y - y_0, the first block's means where they are large compared to its spread, else 0. With d = z_bar - z_0,
-    `A = S - N d d' + (1 - s) N z_bar z_bar'`. With prefixes the first two terms are means over their masks Q_l:
-
-        A = mean_l (Q_l (S - N d d') Q_l + N (Q_l z_bar - u) (Q_l z_bar - u)') + (1 - s) N u u'
-
-    Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries. Memory:
-    8 F^2 + 8 F E bytes.
-    """
+class BlockSums(System):
+    """Sums over blocks of rows, of z - z_0 and y - y_0."""
 
     def __init__(
-        self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()
+        self, d_sae: int, d_out: int, device: torch.device | str, prefixes: Prefixes
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
@@ -48,52 +37,15 @@ class Sums(System):
         self.count = zeros(1)
         self.z_0, self.y_0 = zeros(d_sae), zeros(d_out)
         self.sum_z, self.sum_y = zeros(d_sae), zeros(d_out)
-        self.prefixes = prefixes
-        self.gram = zeros(d_sae, d_sae)  # on and below the diagonal
         self.zy = zeros(d_sae, d_out)
-        self._is_empty = True
-        self._codes_are_offset = False
+        self.prefixes = prefixes
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        if self._is_empty:
-            self.z_0 = _offset(len(y), codes.sums(), codes.squares())
-            self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
-            self._is_empty = False
-            self._codes_are_offset = bool(self.z_0.any())
-        if self._codes_are_offset:
-            codes = Codes(codes.dense() - self.z_0.to(y.dtype))
-        y = y - self.y_0.to(y.dtype)
+        """Codes, (B, F), and targets, (B, E)."""
         self.count += len(y)
         self.sum_z += codes.sums()
         self.sum_y += y.sum(0)
-        codes.add_gram(self.gram)
         self.zy += codes.transposed_times(y)
-
-    def _recentre(self, z_0: Tensor, y_0: Tensor) -> None:
-        shift_z, shift_y = self.z_0 - z_0, self.y_0 - y_0
-        if not (shift_z.any() or shift_y.any()):
-            return
-        sum_z = self.sum_z + self.count * shift_z
-        self.gram.addr_(shift_z, self.sum_z).addr_(sum_z, shift_z)
-        self.zy.addr_(shift_z, self.sum_y).addr_(sum_z, shift_y)
-        self.sum_z = sum_z
-        self.sum_y += self.count * shift_y
-        self.z_0, self.y_0 = z_0, y_0
-
-    def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce `F^2 / 2 + F E` numbers, a panel at a time."""
-        count = all_reduce(self.count.clone()).clamp(min=1)
-        z_0 = all_reduce(self.count * self.z_0) / count
-        y_0 = all_reduce(self.count * self.y_0) / count
-        self._recentre(z_0, y_0)
-        reduced([self.count, self.sum_z, self.sum_y, self.zy], all_reduce)
-        for begin in range(0, len(self.sum_z), PIECE):
-            end = begin + PIECE
-            reduced([self.gram[begin:end, :end]], all_reduce)
-
-    @property
-    def _spread(self) -> Tensor:  # sum of (z - z_bar)^2, (F,)
-        return self.gram.diagonal() - self.sum_z.square() / self.count
 
     @property
     def rows(self) -> float:
@@ -106,6 +58,62 @@ class Sums(System):
     @property
     def y_bar(self) -> Tensor:
         return self.y_0 + self.sum_y / self.count
+
+
+class Sums(BlockSums):
+    """N, means, `S = sum z z'` and `C = sum z y'`.
+
+    Blocks are multiplied in their own precision and summed in float64. Against cancellation the sums are of z - z_0 and
+    y - y_0, the first block's means where large against its spread, else 0. With d = z_bar - z_0,
+    `A = S - N d d' + (1 - s) N z_bar z_bar'`. With prefixes:
+
+        A = mean_l (Q_l (S - N d d') Q_l + N (Q_l z_bar - u) (Q_l z_bar - u)') + (1 - s) N u u'
+
+    Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries. Memory:
+    8 F^2 + 8 F E bytes.
+    """
+
+    def __init__(
+        self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()
+    ) -> None:
+        super().__init__(d_sae, d_out, device, prefixes)
+        # On and below the diagonal.
+        self.gram = torch.zeros(d_sae, d_sae, dtype=torch.float64, device=device)
+        self._is_empty = True
+        self._codes_are_offset = False
+
+    def add(self, codes: Codes, y: Tensor) -> None:
+        if self._is_empty:
+            self.z_0 = _offset(len(y), codes.sums(), codes.squares())
+            self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
+            self._is_empty = False
+            self._codes_are_offset = bool(self.z_0.any())
+        if self._codes_are_offset:
+            codes = Codes(codes.dense() - self.z_0.to(y.dtype))
+        super().add(codes, y - self.y_0.to(y.dtype))
+        codes.add_gram(self.gram)
+
+    def reduce(self, all_reduce: AllReduce) -> None:
+        """All-reduce `F^2 / 2 + F E` numbers, a panel at a time, about one offset."""
+        count = all_reduce(self.count.clone()).clamp(min=1)
+        z_0 = all_reduce(self.count * self.z_0) / count
+        y_0 = all_reduce(self.count * self.y_0) / count
+        shift_z, shift_y = self.z_0 - z_0, self.y_0 - y_0
+        if shift_z.any() or shift_y.any():
+            sum_z = self.sum_z + self.count * shift_z
+            self.gram.addr_(shift_z, self.sum_z).addr_(sum_z, shift_z)
+            self.zy.addr_(shift_z, self.sum_y).addr_(sum_z, shift_y)
+            self.sum_z = sum_z
+            self.sum_y += self.count * shift_y
+            self.z_0, self.y_0 = z_0, y_0
+        reduced([self.count, self.sum_z, self.sum_y, self.zy], all_reduce)
+        for begin in range(0, len(self.sum_z), PIECE):
+            end = begin + PIECE
+            reduced([self.gram[begin:end, :end]], all_reduce)
+
+    @property
+    def _spread(self) -> Tensor:  # sum of (z - z_bar)^2, (F,)
+        return self.gram.diagonal() - self.sum_z.square() / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
@@ -145,10 +153,8 @@ class Sums(System):
 
 
 class Direct(Factorisation):
-    """`build(ridge)`, (F, F), symmetric positive definite, as `R' R`: its lower triangle is read, its memory taken.
-
-    The ridge is ten times larger for each attempt that fails, of F^3 / 3 operations.
-    """
+    """`build(ridge)`, (F, F), symmetric positive definite, as `R' R`: its lower triangle is read, its memory taken. The
+    ridge is ten times larger for each attempt that fails, of F^3 / 3 operations."""
 
     def __init__(
         self, system: System, build: Callable[[float], Tensor], ridge: Ridge, least: float = 0.0
@@ -166,7 +172,7 @@ class Direct(Factorisation):
         return torch.linalg.solve_triangular(self._R.mT, psi.T, upper=False).square().sum(0)
 
     def inverse(self) -> Inverse:
-        """On a CPU from `R^-1`, which replaces R, in F^3 / 3 operations."""
+        """On a CPU `R^-1` replaces R, in F^3 / 3 operations."""
         if self._R.device.type != "cpu":
             return super().inverse()
         inverse_R, _ = dtrtri(self._R.numpy(), overwrite_c=1)
@@ -176,14 +182,14 @@ class Direct(Factorisation):
         return Inverse(diagonal, lambda latents: root[latents] @ root[latents].T)
 
     def condition(self) -> float:
-        """An estimate from below, by power iterations on the matrix and its inverse."""
+        """From below, by power iterations on the matrix and its inverse."""
         R = self._R
         largest = _norm(R, lambda vector: R.mT @ (R @ vector))
         return largest * _norm(R, lambda vector: _solve(R, vector))
 
 
 def _solve(R: Tensor, right: Tensor) -> Tensor:
-    """`(R' R)^-1 right`. `torch.cholesky_solve` would copy R, which on a GPU may not fit a third time."""
+    """`torch.cholesky_solve` would copy R, which on a GPU may not fit a third time."""
     half = torch.linalg.solve_triangular(R.mT, right, upper=False)
     return torch.linalg.solve_triangular(R, half, upper=True)
 
@@ -218,10 +224,9 @@ def _norm(like: Tensor, times: Callable[[Tensor], Tensor]) -> float:
 class HeldRows(System):
     """All rows, in float64: codes z, (N, F), and targets y, (N, E).
 
-    With P = I - (1 - sqrt(1 - s)) 11'/N and Z_h = P Z, `A = Z_h' Z_h`, and with E = diag(decay) + r I Woodbury's
-    identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where `S = r I + r Z_h E^-1 Z_h'`. Then
-    `I - H = r P S^-1 P` maps targets to residuals: nothing is subtracted from 1, so leave-one-out errors stay precise
-    for any ridge.
+    With P = I - (1 - sqrt(1 - s)) 11'/N, Z_h = P Z and E = diag(decay) + r I, `A = Z_h' Z_h` and by Woodbury
+    `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where `S = r I + r Z_h E^-1 Z_h'`. Then `I - H = r P S^-1 P` maps
+    targets to residuals: nothing is subtracted from 1, and leave-one-out errors are precise for any ridge.
     """
 
     def __init__(self, z: Tensor, y: Tensor) -> None:
@@ -259,8 +264,7 @@ class HeldRows(System):
 
 
 class Dual(Direct):
-    """A Cholesky factor of the N x N matrix S: 2 N^2 F + N^3 / 3 operations, the first term only once if there is no
-    decay."""
+    """A Cholesky factor of S, (N, N): 2 N^2 F + N^3 / 3 operations, the first term once if there is no decay."""
 
     def __init__(self, system: HeldRows, ridge: Ridge, shrink: float, decay: Tensor) -> None:
         Z_h, gram = system.lift(shrink)
@@ -286,7 +290,7 @@ class Dual(Direct):
         return (weighted - self._lift(super().solve(self._Z_h @ weighted))) / self._r
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """The right side `sum z (y - centre)'` is `Z_h' Y`, without cancellation."""
+        """`C = Z_h' Y`, without cancellation."""
         return self._lift(super().solve(self._targets(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
@@ -296,7 +300,7 @@ class Dual(Direct):
         return ((weighted * psi.T).sum(0) - subtracted) / self._r
 
     def fits(self, sample: Sample) -> Fits:
-        """Exact for rows of the system, where differences cancel with a small ridge: 2 N^2 operations for each."""
+        """Exact for the system's own rows: 2 N^2 operations for each."""
         if sample.numbers is None:
             return super().fits(sample)
         rows, columns = len(self._Z_h), torch.arange(len(sample.y), device=sample.y.device)
@@ -317,7 +321,7 @@ class Dual(Direct):
         return self._weight * (self._Z_h.T @ columns)
 
     def _targets(self, centre: Tensor) -> Tensor:
-        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 P leaves centred targets as they are."""
+        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 centred targets are P's own."""
         y = self._y - centre
         if self._shrink == 1:
             return y
@@ -330,7 +334,7 @@ def _weight(decay: Tensor, ridge: float) -> Tensor:
 
 
 def _offset(rows: int, sums: Tensor, squares: Tensor) -> Tensor:
-    """The mean where its square is above a hundred times the variance, in the sums' precision; else 0."""
+    """The mean where its square is above a hundred times the variance; else 0."""
     mean = sums.double() / rows
     variance = squares.double() / rows - mean.square()
     return torch.where(mean.square() > 100 * variance, mean, 0.0).to(sums.dtype).double()

@@ -1,7 +1,6 @@
 """The normal equations of one decoder step, the other quadratic terms, and their factorisation; all float64.
 
-N rows, B in a block; F = d_sae, D skipped dimensions, E targets, C columns of a right side, L prefixes. Symbols as in
-the package's docstring; `shrink` is s.
+N rows; F = d_sae, D skipped dimensions, E targets, C columns of a right side, L prefixes; `shrink` is s.
 """
 
 import math
@@ -86,12 +85,12 @@ class Ridge:
         return self.alpha + self.mu
 
     def raised_to(self, total: float) -> "Ridge":
-        """The ridge with a larger alpha; not `total - mu`, since a large mu would swallow alpha."""
+        """Not `total - mu`, since a large mu would swallow alpha."""
         return replace(self, alpha=self.alpha + (total - self.total))
 
 
 class System(ABC):
-    """Normal equations: of `HeldRows`, or collected block by block, `Sums` or `StreamedCodes`."""
+    """Normal equations."""
 
     prefixes: Prefixes = ()
 
@@ -127,7 +126,7 @@ class System(ABC):
         return (torch.arange(len(z_bar), device=z_bar.device) < ends[:, None]).to(z_bar)
 
     def centred(self, z: Tensor, shrink: float) -> Tensor:
-        """psi, the centred codes in each prefix of rows z, (n, F): (n, L, F)."""
+        """psi, (n, L, F), of codes z, (n, F)."""
         codes = z.double()[:, None]
         if self.prefixes:
             codes = codes * self._masks
@@ -135,19 +134,18 @@ class System(ABC):
 
     @abstractmethod
     def cross(self, centre: Tensor) -> Tensor:
-        """C, (F, E), for targets about a centre, (E,)."""
+        """C, (F, E), about a centre, (E,)."""
 
     @abstractmethod
     def diagonal(self, shrink: float) -> Tensor:
         """A's, (F,); rounding may leave it below 0."""
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, at least 0: the scale of ridges."""
+        """A's mean diagonal, at least 0."""
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def factorise(self, terms: Terms) -> "Factorisation":
-        """`A + diag(decay) + (alpha + mu) I`, alpha raised where it does not factorise; TrainingError if none does, or
-        if the matrix is not finite."""
+        """`A + diag(decay) + (alpha + mu) I`, alpha raised until it factorises; TrainingError if none does."""
         shrink = terms.shrink(self.rows)
         scale = self.scale(shrink)
         # With more W equals T to nine digits, and c would be lost in a difference.
@@ -186,7 +184,7 @@ class Inverse(NamedTuple):
 
 
 class Factorisation(ABC):
-    """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`; M is its inverse."""
+    """`A + diag(decay) + ridge I`, prepared for solving; M is its inverse."""
 
     def __init__(self, system: System, ridge: Ridge, raised: bool) -> None:
         self.system, self.ridge = system, ridge
@@ -216,11 +214,11 @@ class Factorisation(ABC):
         return Fits(u, slack, sample.y.repeat_interleave(prefixes, 0) - u.T @ sample.C)
 
     def skip_for(self, W: Tensor) -> Tensor:
-        """The optimal skip for a decoder, (D, E); of none, D is 0."""
+        """(D, E); without a skip D is 0."""
         return W.new_empty(0, W.shape[1])
 
     def inverse(self) -> Inverse:
-        """M, at most at F times the cost of `quadratic`; the last call, as it may overwrite the factor."""
+        """M, at most at F times the cost of `quadratic`; it may overwrite the factor."""
         u = self.system.u
         numbers = torch.arange(len(u), device=u.device)
         units = (one_hot(latents, len(u)).to(u) for latents in numbers.split(PIECE))
@@ -231,11 +229,11 @@ class Factorisation(ABC):
         return self.solve(one_hot(latents, len(u)).to(u).T)[latents]
 
     def condition(self) -> float:
-        """Estimate of the matrix's condition number; nan for an iteration."""
+        """Of the matrix, estimated; nan for an iteration."""
         return math.nan
 
     def residual(self) -> float:
-        """The largest so far over its right side; nan if solutions are exact to float64's rounding."""
+        """The largest so far, over its right side; nan without an iteration."""
         return math.nan
 
 
