@@ -218,18 +218,8 @@ def register():
 
 
 @contextlib.contextmanager
-def waits_within():
-    """The waits while it is open, by place."""
-    yield from _within(waits)
-
-
-@contextlib.contextmanager
-def unordered_within():
-    """The sums in no order while it is open, by place."""
-    yield from _within(unordered)
-
-
-def _within(counts):
+def within(counts):
+    """Those of `waits`, or of `unordered`, while it is open, by place."""
     before, within = collections.Counter(counts), collections.Counter()
     yield within
     within.update(counts - before)

@@ -299,27 +299,21 @@ def test_a_runs_page_has_its_training_curve(sae: CommandLine, tmp_path: Path):
     assert drawn["bare"] == {"batches": [], "held_out": []}
 
 
-def gone(folder: Path) -> str:
-    folder.rename(folder.with_name("elsewhere"))
-    return "is no longer there; name the model with --model"
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "is no longer there; name the model with --model": lambda folder: folder.rename(f"{folder}-"),
+    "does not fit into memory: its weights take ": lambda folder: change_json(
+        folder / "config.json", intermediate_size=1 << 40
+    ),
+    "cannot load the model ": lambda folder: (folder / "model.safetensors").unlink(),
+}
 
 
-def too_large(folder: Path) -> str:
-    change_json(folder / "config.json", intermediate_size=1 << 40)
-    return "does not fit into memory: its weights take "
-
-
-def without_weights(folder: Path) -> str:
-    (folder / "model.safetensors").unlink()
-    return "cannot load the model "
-
-
-@pytest.mark.parametrize("spoil", [gone, too_large, without_weights])
-def test_a_lost_model_is_one_note(sae: CommandLine, tmp_path: Path, spoil: Callable[[Path], str]):
+@pytest.mark.parametrize("reason", SPOILT)
+def test_a_lost_model_is_one_note(sae: CommandLine, tmp_path: Path, reason: str):
     folder = save_model(tmp_path / "model")
     make_text_run(sae.home, str(folder))
     (bare,) = sae("eval", "--no-model", "--json").json["runs"]
-    reason = spoil(folder)
+    SPOILT[reason](folder)
     done = sae("eval", "--json").succeeds()
     assert done.json["runs"] == [bare]
     assert done.err.count("without ") == 1 and "without CE and KL: " in done.err

@@ -12,7 +12,6 @@ from storing import collect
 
 import saecli
 from saecli.base.console import Silent
-from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.options import SyntheticConfig
@@ -271,8 +270,3 @@ def test_a_block_depends_on_options_seed_and_its_number_alone():
         np.testing.assert_array_equal(ours.data, theirs.data)
     assert first.to_bytes() == second.to_bytes()
     assert first.codes(2, 5).nnz != first.codes(1, 5).nnz
-
-
-def test_more_active_features_than_can_be_are_refused_by_the_option():
-    with pytest.raises(ConfigError, match=r"--l0 must be at most 0\.4 times --features, 4, got 5"):
-        world_of(SyntheticConfig(features=10, l0=5))

@@ -41,7 +41,10 @@ WRONG = [
     ("import digits --shard-rows 4294967296", "--shard-rows"),
     ("import digits --l0 3", "--l0"),
     ("import synthetic --key x", "--key"),
-    ("import synthetic --features 10 --l0 5", "--features"),
+    (
+        "import synthetic --features 10 --l0 5",
+        "--l0 must be at most 0.4 times --features, 4, got 5",
+    ),
     ("import synthetic --correlation 1", "--correlation"),
     ("report run --out out --latent 3 --latent 20", "20"),
     ("report run --out out --latent 0 --latents 3", "--latents"),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from shlex import split
 
@@ -19,7 +20,6 @@ import saecli
 from saecli.base.errors import ConfigError
 from saecli.base.options import options_of
 from saecli.extract.options import ExtractConfig, ExtractOptions
-from saecli.store.reader import ActivationStore
 
 TEXT = "\n\n".join(
     " ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20))
@@ -99,11 +99,8 @@ def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, 
     words = ("extract", "--dataset", text, "--rows", "50", "--model")
     assert sae(*words, models["gpt2"], "--name", "short", "--json").json["rows"] == 50
     assert sae(*words, models["llama"], "--name", "long", "--json").json["rows"] == 50
-    contexts = [
-        ActivationStore.open(sae.home / "activations" / name).meta.source["context"]
-        for name in ("short", "long")
-    ]
-    assert contexts == [64, 128]
+    for name, context in (("short", 64), ("long", 128)):
+        assert saecli.open_store(name, home=sae.home).meta.source["context"] == context
     assert sae(*words, models["gpt2"], *split("--context 64 --name short --json")).json["cached"]
 
 
@@ -114,22 +111,18 @@ class Code:
         return open, ("ran", "w")
 
 
+def cut(file: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / file, size)
+
+
 def pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"x": Code()}, folder / "pytorch_model.bin")
 
 
-def cut_short(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 2000)
-
-
 def drop_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
-
-
-def cut_tokenizer(folder: Path) -> None:
-    os.truncate(folder / "tokenizer.json", 200)
 
 
 def merges_without_tokens(folder: Path) -> None:
@@ -157,9 +150,9 @@ def bring_code(folder: Path) -> None:
     [
         ("llama", bring_code, "this tool runs no code from a model's folder"),
         ("llama", pickle, "use a model with model.safetensors"),
-        ("llama", cut_short, "cannot load the model"),
+        ("llama", cut("model.safetensors", 2000), "cannot load the model"),
         ("llama", add_token, f"cannot read the token {VOCABULARY}"),
-        ("llama", cut_tokenizer, "cannot load the tokenizer of"),
+        ("llama", cut("tokenizer.json", 200), "cannot load the tokenizer of"),
         ("llama", merges_without_tokens, "cannot load the tokenizer of"),
         *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS),
     ],
@@ -201,11 +194,8 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
     line = f"extract --model {models['gpt2']} --dataset {text} --layer 1 --site mlp_out"
     assert sae(f"{line} --context 16 --rows 300 --json").json["cached"]
     assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
-    for several in (
-        {"layer": [0, 1]},
-        {"layer": np.arange(2)},
-        {"site": ["resid_post", "mlp_out"]},
-    ):
+    sites = ["resid_post", "mlp_out"]
+    for several in ({"layer": [0, 1]}, {"layer": np.arange(2)}, {"site": sites}):
         assert len(saecli.extract(str(models["gpt2"]), **options | several)) == 2
     for layer in (0, 1):
         numbered = saecli.extract(str(models["gpt2"]), **options | {"layer": np.int64(layer)})
@@ -225,8 +215,6 @@ def test_every_option_is_an_argument_of_the_function_by_its_type_and_default():
     shown = inspect.signature(saecli.extract).parameters
     assert [*shown][:9] == "model layer site module tokenizer name home device progress".split()
     for name in ExtractOptions.__annotations__:
-        assert (shown[name].default, shown[name].annotation) == (
-            options[name].default,
-            options[name].kind,
-        )
+        assert shown[name].default == options[name].default
+        assert shown[name].annotation == options[name].kind
     assert "rows: Rows to store; fewer if the text ends first." in inspect.getdoc(saecli.extract)

@@ -4,7 +4,6 @@ bundled model as anyone's transformers loads it, and the script that made it."""
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,12 +31,6 @@ def folder(tmp_path: Path) -> Path:
     return save_model(tmp_path / "llama", "llama")
 
 
-def changed(folder: Path, **weights: torch.Tensor) -> None:
-    """Write a model's weights again, with some replaced or added: x__y for x.y."""
-    more = {f"model.layers.{name.replace('__', '.')}": one for name, one in weights.items()}
-    save_file(load_file(folder / WEIGHTS) | more, folder / WEIGHTS, {"format": "pt"})
-
-
 @pytest.mark.parametrize("beside", [True, False])
 def test_an_adapter_is_refused_with_weights_or_alone(sae: CommandLine, folder: Path, beside: bool):
     described = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2}
@@ -57,7 +50,8 @@ def test_an_adapter_on_the_hub_is_refused(hub: ModelHub, folder: Path):
 
 
 def test_weights_of_another_shape_are_named(folder: Path):
-    changed(folder, **{"1__self_attn__q_proj__weight": torch.ones(8, 16)})
+    other = {"model.layers.1.self_attn.q_proj.weight": torch.ones(8, 16)}
+    save_file(load_file(folder / WEIGHTS) | other, folder / WEIGHTS, {"format": "pt"})
     with pytest.raises(ModelError, match=r"no weights of shape \(16, 16\) for .*q_proj\.weight;"):
         loaded(folder)
 
@@ -82,16 +76,15 @@ def tokenizer():
 def test_held_out_cross_entropy_is_as_recorded(model, tokenizer):
     texts = [text for _, text, *_ in TextSource(STDLIB_DOCS).documents()]
     held_out = [text for text in texts if hashlib.sha256(text.encode()).digest()[0] <= 25]
-    windows = [tokenizer(text, return_tensors="pt")["input_ids"][:, :128] for text in held_out[:80]]
-    losses = torch.cat(
-        [
-            functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-            for ids in windows
-        ]
-    )
-    assert losses.mean() < RECORD["unigram_cross_entropy"] - 2.5
+    losses = []
+    for text in held_out[:80]:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :128]
+        logits = model(ids).logits[0, :-1]
+        losses.append(functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+    mean = torch.cat(losses).mean()
+    assert mean < RECORD["unigram_cross_entropy"] - 2.5
     # only the first window of some documents, perhaps of another Python: near the record, not on it
-    assert losses.mean() == pytest.approx(RECORD["held_out_cross_entropy"], abs=0.4)
+    assert mean == pytest.approx(RECORD["held_out_cross_entropy"], abs=0.4)
 
 
 def test_the_bundle_is_small_and_as_recorded(model, tokenizer):
@@ -119,13 +112,9 @@ def test_every_auto_class_loads_it_offline_without_a_warning():
 def test_the_script_writes_the_same_weights_from_the_same_seed(tmp_path):
     written = []
     for seed in ("3", "3", "4"):
-        command = (
-            f"{sys.executable} examples/train_tiny_gemma2.py --steps 3 --seed {seed} --out".split()
-        )
+        words = f"examples/train_tiny_gemma2.py --steps 3 --seed {seed} --out {tmp_path}".split()
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            [*command, str(tmp_path)], cwd=ROOT, env=environment, check=True, capture_output=True
-        )
+        captured([sys.executable, *words], cwd=ROOT, env=environment, check=True)
         written.append((tmp_path / "model.safetensors").read_bytes())
     assert written[0] == written[1] != written[2]
 

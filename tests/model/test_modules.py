@@ -183,10 +183,7 @@ def test_an_sae_of_no_hook_point_is_used_at_a_module(sae: CommandLine, tmp_path:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            "--module model.layers.1.self_attn.o_porj:in",
-            "did you mean model.layers.1.self_attn.o_proj",
-        ),
+        ("--module model.layers.1.self_attn.o_porj:in", "mean model.layers.1.self_attn.o_proj"),
         ("--module model.layers.*.mpl", "did you mean model.layers.*.mlp"),
         ("--module model.layers.1:up", "then :in or :out"),
         ("--module model.layers.7", "must be the name of a module"),

@@ -159,7 +159,7 @@ def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: St
     options = {"home": home, "device": GPU, "batch_size": 2, "model_dtype": "float32"}
     counts = []
     for rows in (600, 1200):
-        with simulated_gpu.waits_within() as waits:
+        with simulated_gpu.within(simulated_gpu.waits) as waits:
             name = f"gpu-{rows}"
             read = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=rows, name=name, **options)
         counts.append(outside("extract/", waits))
@@ -177,7 +177,7 @@ def test_measuring_a_store_does_not_wait_per_batch(
     counts = []
     for rows in (64, 16):
         monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
-        with simulated_gpu.waits_within() as waits:
+        with simulated_gpu.within(simulated_gpu.waits) as waits:
             measure(run, stores[0], split="train", device=GPU)
         counts.append(waits)
     assert counts[0] == counts[1]
@@ -195,7 +195,7 @@ def test_a_decoder_step_waits_a_few_times_whatever_its_rows(
         options["k"] = 2
     for rows in (600, 2400):
         x = random.standard_normal((rows, 12)).astype(np.float32)
-        with simulated_gpu.waits_within() as waits:
+        with simulated_gpu.within(simulated_gpu.waits) as waits:
             trained(GPU, "pam-sgd", act, options | {"batch_size": rows}, rows=x)
         counts.append(outside("train/ridge/", waits))
         of_ridge = waits.total() - sum(counts[-1].values())
@@ -241,7 +241,7 @@ CASES |= dict.fromkeys([(0, 5), (2, 7), (3, 0), (4, 5)], False)  # those that ar
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
     options = act[1] | solver[1]
     on_cpu, _ = trained("cpu", solver[0], act[0], options)
-    with simulated_gpu.unordered_within() as unordered:
+    with simulated_gpu.within(simulated_gpu.unordered) as unordered:
         on_gpu, kept = trained("gpu", solver[0], act[0], options)
     assert unordered == {}  # so that CUDA gives the same bits again
     resumed, _ = trained("gpu", solver[0], act[0], options, kept)
@@ -273,7 +273,7 @@ def test_a_step_does_not_wait_for_the_device(
     counts, descend = [], Solver.descend
 
     def counted(self, batch):
-        with simulated_gpu.waits_within() as waits:
+        with simulated_gpu.within(simulated_gpu.waits) as waits:
             report = descend(self, batch)
         counts.append(dict(waits))
         return report
@@ -288,7 +288,7 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     adam, dead = Adam(tensors), torch.tensor([True, False] * 3).to("gpu")
     (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum().backward()
     adam.step(0.1)
-    with simulated_gpu.waits_within() as waits:
+    with simulated_gpu.within(simulated_gpu.waits) as waits:
         adam.forget(dead, ~dead, {"W_enc": 1}.get)
     assert waits == {}
     state = adam.state()
@@ -337,12 +337,12 @@ def test_a_planted_wait_mix_and_unordered_sum_are_named_by_line() -> None:
     planted: dict = {}
     exec(compile(lines, f"{simulated_gpu.PACKAGE}/solvers/planted.py", "exec"), planted)
     there = torch.ones(3, 3, device="gpu")
-    with simulated_gpu.waits_within() as waits:
+    with simulated_gpu.within(simulated_gpu.waits) as waits:
         assert planted["wait"](there) == 9
     assert waits == {"solvers/planted.py:1": 1}
     with pytest.raises(RuntimeError, match=r"CPU tensors .* at solvers/planted\.py:2"):
         planted["mix"](there, torch.ones(3, 3))
-    with simulated_gpu.unordered_within() as unordered:
+    with simulated_gpu.within(simulated_gpu.unordered) as unordered:
         planted["sum_up"](there)
         planted["sum_up"](there.long())
         there.scatter_add(1, torch.arange(3, device="gpu").expand(3, 3), there)
