@@ -61,8 +61,10 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def expectation(problem: Any) -> str:
-    """What pydantic expected in place of a value: "a valid integer", "greater than or equal to 1"."""
+    """What pydantic expected in place of a value: "a valid integer", "at least 1"."""
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("greater than or equal to", "at least")
+    message = message.replace("less than or equal to", "at most")
     return message.partition(", unable to")[0]
 
 

@@ -46,15 +46,12 @@ MERGED_WINDOWS = 128  # examined before the smallest examples are updated
 def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[int]:
     """The latents as a list; ConfigError for a number that the SAE of this name lacks, or one given twice."""
     chosen = np.ravel(latents)
+    got = ", ".join(map(str, chosen.tolist())) or "none"
     is_whole = chosen.size and chosen.dtype.kind in "iu"
     if not is_whole or chosen.min() < 0 or chosen.max() >= d_sae:
-        raise ConfigError(
-            f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {chosen.tolist()}"
-        )
+        raise ConfigError(f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {got}")
     if len(np.unique(chosen)) < len(chosen):
-        raise ConfigError(
-            f"--latent must name each latent once, got {chosen.tolist()}; leave the second out"
-        )
+        raise ConfigError(f"--latent must name each latent once, got {got}; leave the second out")
     return chosen.tolist()
 
 

@@ -77,12 +77,12 @@ def test_python_takes_what_the_annotation_says_and_names_the_option_otherwise(na
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"size": 0}, "--size must be greater than or equal to 1, got 0"),
+        ({"size": 0}, "--size must be at least 1, got 0"),
         ({"size": 3.0}, "--size must be a valid integer, got 3.0"),
         ({"rate": 1.0}, "--rate must be less than 1 or 'auto', got 1.0"),
         ({"rate": "fast"}, "--rate must be a valid number or 'auto', got 'fast'"),
         ({"kind": "A"}, "--kind must be 'a' or 'b', got 'A'; did you mean a?"),
-        ({"parts": [3, 0]}, "--parts must be greater than or equal to 1, got 0"),
+        ({"parts": [3, 0]}, "--parts must be at least 1, got 0"),
     ],
 )
 def test_a_refusal_is_one_sentence(values: dict[str, Any], said: str):
@@ -145,7 +145,7 @@ def test_the_command_line_and_a_file_take_what_python_takes(sample_command, tmp_
 
 
 def test_the_command_line_refuses_in_the_same_words(sample_command, tmp_path: Path):
-    assert "size must be greater than or equal to 1, got '0'" in sample_command("--size", "0")
+    assert "size must be at least 1, got '0'" in sample_command("--size", "0")
     assert "rate must be a valid number or 'auto', got 'fast'" in sample_command("--rate", "fast")
     config = tmp_path / "config.toml"
     for text, name in (("deep = -1", "deep"), ("size = [1, 2]", "size"), ("parts = []", "parts")):

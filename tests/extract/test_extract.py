@@ -73,7 +73,7 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
         (("--text-column", "x"), "--text-column does nothing with the dataset"),
         (("--dataset", "a.jsonl", "--dataset-split", "test"), "with the dataset a.jsonl"),
         *(
-            (("--" + name, "9" * 10), f"--{name} must be less than or equal to 2147483647")
+            (("--" + name, "9" * 10), f"--{name} must be at most 2147483647")
             for name in ("rows", "context", "batch-size", "shard-rows")
         ),
         (("--mix", "1"), "--mix does nothing with the dataset"),
@@ -82,7 +82,7 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
         (("--dataset", "nowhere.txt"), UNAVAILABLE[0]),
         (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
         (("--context", "1"), "--context must be above 1"),
-        (("--rows", "0"), "--rows must be greater than or equal to 1"),
+        (("--rows", "0"), "--rows must be at least 1"),
         (("--name", "a/b"), "--name must be a plain folder name"),
         (("--packed", "--positions", "last"), "--packed does nothing with --positions last"),
     ],

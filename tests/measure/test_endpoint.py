@@ -181,8 +181,8 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
         ({"model_name": None}, "--endpoint needs --model-name"),
         ({"endpoint": None}, "--model-name and --dry-run need --endpoint"),
         ({"endpoint": None, "model_name": None, "dry_run": True}, "--dry-run need --endpoint"),
-        ({"concurrency": 0}, "--concurrency must be greater than or equal to 1, got 0"),
-        ({"max_tokens": 0}, "--max-tokens must be greater than or equal to 1, got 0"),
+        ({"concurrency": 0}, "--concurrency must be at least 1, got 0"),
+        ({"max_tokens": 0}, "--max-tokens must be at least 1, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str):

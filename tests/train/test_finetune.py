@@ -331,7 +331,7 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
         ("narrow", 2, "expected an SAE of the model's width, 16, got 8"),
         ("nowhere", 2, "records no hook point"),
         ("old --resume", 2, "--model does nothing with --resume"),
-        ("old --fvu-weight -1", 2, "--fvu-weight must be greater than or equal to 0"),
+        ("old --fvu-weight -1", 2, "--fvu-weight must be at least 0"),
         ("old --only encoder", 2, "--only"),
         ("old --model nothing/here", 1, "nothing/here"),
     ],
