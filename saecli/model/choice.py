@@ -19,8 +19,8 @@ READ = 1 << 16  # rows of the columns per read
 
 
 def model_given(model: Any, tokenizer: Any) -> Any:
-    """A model, or a list of them, as `source_of` takes them: names, and of loaded models, with their tokenizer, their
-    sources; None, or a choice whether to take the store's, as it is. ConfigError for what is neither."""
+    """A model, or a list, as `source_of` takes them: names, and sources of loaded models with their tokenizer; None and
+    booleans, a choice of the store's, as they are. ConfigError for others."""
     if isinstance(model, bool | None):
         if tokenizer is not None:
             raise ConfigError(
@@ -36,21 +36,21 @@ def model_given(model: Any, tokenizer: Any) -> Any:
 
 
 def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "ModelSource":
-    """A model from `model_given`, at the revision that one of the recorded specs has of it; loads no weights."""
+    """A model from `model_given`, at its recorded revision."""
     from .source import find_model
 
-    return (
-        find_model(model, recorded_revision(model, recorded)) if isinstance(model, str) else model
-    )
+    if not isinstance(model, str):
+        return model
+    return find_model(model, recorded_revision(model, recorded))
 
 
 def at_commit(model: Any) -> Any:
-    """A model from `model_given`, at its commit if a branch or a tag is named, where SAEs name a commit."""
+    """A model from `model_given`, at the commit of a branch or tag."""
     return source_of(model, ()) if isinstance(model, str) and "@" in model else model
 
 
 def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
-    """How a model is not the one of a store, or may not be; None if it is, wherever its files are."""
+    """How a model is not, or may not be, a store's; None if it is, wherever its files are."""
     from .source import LoadedSource, state_hash
 
     source, spec, known = model.source, meta.origin.spec, meta.source.get("weights")
@@ -70,13 +70,13 @@ def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
 
 
 def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
-    """The revision of a model in the only one of the recorded specs that is of it."""
+    """The revision in the only recorded spec of a model."""
     specs = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}
     return specs.pop().removeprefix(f"{name}@") if len(specs) == 1 else None
 
 
 def check_rows(rows: Rows, source: "ModelSource") -> None:
-    """Refuse rows without windows, or that do not fit a model; loads no weights."""
+    """Refuse rows without windows, or that do not fit a model."""
     origin = rows.store.meta.origin
     point, longest = origin.read[0], origin.context
     expected = f"{rows.name} cannot be run through a model: expected"

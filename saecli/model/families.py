@@ -1,7 +1,7 @@
-"""Families of models, all as data: what modules are called, and what other tools' hook points are in them.
+"""Families of models, as data: names of modules, and other tools' hook points.
 
-A model whose names are here needs no line. To add a family, add the names of its parts to those below, and its line to
-`FAMILIES` and `MODEL_TYPES`, for SAEs of other tools.
+To add one, add the names of its parts where they are new, and for SAEs of other tools a line to `FAMILIES` and
+`MODEL_TYPES`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -70,7 +70,7 @@ class Family:
     sites: dict[str, str] = field(default_factory=lambda: WITHOUT_SECOND_NORM)
 
     def at_site(self, point: HookPoint) -> HookPoint:
-        """The same hook point, by the site that it is in these models."""
+        """The hook point by the site that it is in these models."""
         return point._replace(site=self.sites.get(point.site, point.site))
 
 

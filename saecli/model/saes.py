@@ -1,8 +1,7 @@
-"""Opening an SAE on the rows of a model's sites: what the model does before these is folded in, if it is here.
+"""Opening an SAE on the rows of a model's sites: what a model that is here does before these is folded in.
 
-ln2.hook_normalized is `mlp_in` before the norm's weight and bias. TransformerLens' options change rows too. With
-LayerNorm, that hook is before weight and bias in versions from 3 on and with `fold_ln`, else after them: without
-`fold_ln` it is no site here. In models with LayerNorm `center_writing_weights` subtracts from rows of the residual
+ln2.hook_normalized is `mlp_in` before the norm's weight and bias; with LayerNorm only in TransformerLens from 3 on and
+with `fold_ln`: else it is no site here. With LayerNorm, `center_writing_weights` subtracts from rows of the residual
 stream, and of what is added to it, their mean over dimensions.
 """
 
@@ -36,7 +35,7 @@ CENTRED = {"resid_pre", "resid_post", "attn_out", "mlp_out", "resid_mid"}
 
 
 class Affine(NamedTuple):
-    """What a model does last, `rows * weight + bias`, (D,) each, float64."""
+    """`rows * weight + bias`, (D,) each, float64."""
 
     bias: Tensor
     weight: Tensor
@@ -46,26 +45,26 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     """Load an SAE trained by `sae train` or another library, on the CPU, in its file's precision.
 
     It takes raw activations: `encode` maps (..., D) to codes (..., F), `decode` codes to reconstructions. `cfg` has its
-    settings, its run's, and its hook point.
+    settings and hook point.
 
     Args:
-        run: a run's name in the home; or a folder with an SAE in any known format, or one of several layers' files
-            there; or such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`, or as `release/id`
-            of the installed SAELens; None for the newest run.
+        run: a run's name; a folder with an SAE in any known format, or a layer's file there; such a folder or file on
+            the Hugging Face hub, as `user/repo/folder@revision`; or `release/id` of the installed SAELens; None for
+            the newest run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
     """
     return open_sae(Home.at(home), run, Silent())[1].sae
 
 
 def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
-    """An SAE, on its own device (a file's on the CPU), and where it comes from. It is row-major, so that an SAE in
-    memory and the same one from its file give the same bits."""
+    """An SAE, on its own device, a file's on the CPU, and where it comes from; row-major, so that an SAE in memory and
+    its file give the same bits."""
     return read_sae(home, sae, listener, fold_in)
 
 
 def fold_in(saved: SavedSAE, model: str | None = None) -> SavedSAE:
-    """The SAE on the rows of a site, where its hook point is one only in some models, or its model was processed, and
-    its model is known, by default `model`."""
+    """The SAE on the rows of a site, where its hook point is one in some models only, or its known model, by default
+    `model`, was processed."""
     model = saved.origin.model or model
     folder = _folder(model)
     family = _family(model, folder)
@@ -84,7 +83,7 @@ def _at_sites(saved: SavedSAE, family: Family) -> SavedSAE:
 
 
 def _folded(saved: SavedSAE, family: Family, folder: Path, model: str) -> SavedSAE:
-    """The SAE on what norms and value biases in a folder make of its rows and targets."""
+    """Norms and value biases in a folder folded in."""
     origin, sae = saved.origin, saved.sae
     points = [origin.read[0], origin.written or HookPoint()]
     widths = sae.d_in, sae.d_out
@@ -120,7 +119,7 @@ def _folded(saved: SavedSAE, family: Family, folder: Path, model: str) -> SavedS
 
 
 def _through(sae: SAE, affines: Sequence[Affine | None]) -> SAE:
-    """The SAE on what is made of its rows and its targets."""
+    """The SAE on rows and targets under the affine maps."""
     mean = torch.zeros(sae.d_in + sae.d_out, dtype=torch.float64)
     scale = torch.ones_like(mean)
     for affine, part in zip(affines, (slice(sae.d_in), slice(sae.d_in, None)), strict=True):
@@ -131,16 +130,13 @@ def _through(sae: SAE, affines: Sequence[Affine | None]) -> SAE:
 
 
 def _centred(saved: SavedSAE, family: Family | None) -> SavedSAE:
-    """The SAE with the same codes on rows that are not centred, if it was trained on such."""
+    """The SAE with the same codes on rows that are not centred, if it was trained on centred ones."""
     sae, remarks, origin = saved.sae, saved.remarks, saved.origin
     read = origin.read[0].site
     sites = {read, origin.written.site if origin.written else read}
     has_layer_norm = family is None or family.layer_norm
-    if (
-        saved.processing.get("center_writing_weights") is True
-        and has_layer_norm
-        and sites & CENTRED
-    ):
+    centres = saved.processing.get("center_writing_weights") is True and has_layer_norm
+    if centres and sites & CENTRED:
         if read in CENTRED:
             sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0))
         remarks = (
@@ -153,7 +149,7 @@ def _centred(saved: SavedSAE, family: Family | None) -> SavedSAE:
 
 
 def notes_on_writing(origin: Origin) -> list[str]:
-    """What the user of an SAE that is written with TransformerLens' names should know, each a predicate."""
+    """What the user of TransformerLens' names should know, each a predicate."""
     notes = []
     points = [origin.read[0], *([origin.written] if origin.written else [])]
     if any(point.site == "mlp_in" for point in points):
@@ -176,17 +172,17 @@ def notes_on_writing(origin: Origin) -> list[str]:
 
 
 def why_not_folded(origin: Origin, rows: Origin) -> str | None:
-    """Why an SAE reads other rows than a store of that origin holds, although nearly the same; None if it does not."""
+    """Why an SAE reads rows before the weight of a norm that a store's have, if so."""
     if rows.read[0].site != "mlp_in" or origin.read[0].site != NORMALIZED:
         return None
     return (
-        f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; fetch "
+        f"it reads rows before the norm's weight ({NORMALIZED}), and mlp_in is after it; fetch "
         f"{origin.model or rows.model} by `hf download` to fold that weight in (with LayerNorm set fold_ln)"
     )
 
 
 def _folder(model: str | None) -> Path | None:
-    """The folder of a model that is on this machine."""
+    """A model's folder on this machine."""
     if model is None:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -203,7 +199,7 @@ def _folder(model: str | None) -> Path | None:
 
 
 def _family(model: str | None, folder: Path | None) -> Family | None:
-    """A model's family by its configuration on this machine, else by its name on the hub."""
+    """By its configuration on this machine, else by its name on the hub."""
     if folder is None:
         kinds = (kind for name, kind in MODEL_TYPES.items() if model and re.fullmatch(name, model))
         return FAMILIES.get(next(kinds, ""))
@@ -217,7 +213,7 @@ def _family(model: str | None, folder: Path | None) -> Family | None:
 
 
 def _norm(point: HookPoint, width: int, family: Family, folder: Path) -> Affine | None:
-    """The norm before the MLP, of a hook point before its weight, if the weight is there, fits and has no 0."""
+    """The norm before the MLP, if the hook point is before its weight, and the weight is there, fits and has no 0."""
     if point.site != NORMALIZED:
         return None
     parts = _weights(folder, rf"{point.layer}\.{family.norm}")
@@ -228,8 +224,8 @@ def _norm(point: HookPoint, width: int, family: Family, folder: Path) -> Affine 
 
 
 def _value_biases(point: HookPoint, width: int, folder: Path) -> Affine | None:
-    """What TransformerLens' `fold_value_biases` moves out of hook_z, of GPT-2's fused queries, keys and values:
-    attention's weights sum to 1, so that each head's values are off by their bias."""
+    """What TransformerLens' `fold_value_biases` takes from hook_z, of GPT-2's fused queries, keys and values: attention
+    weights sum to 1, so that each head's values lack their bias."""
     parts = _weights(folder, rf"{point.layer}\.attn\.c_attn")
     if len(parts.get("bias", ())) != 3 * width:
         return None
@@ -237,7 +233,7 @@ def _value_biases(point: HookPoint, width: int, folder: Path) -> Affine | None:
 
 
 def _weights(folder: Path, module: str) -> dict[str, Tensor]:
-    """Weight and bias of a module, named by a pattern after `layers.`, in a model's safetensors files."""
+    """Weight and bias of a module, by a pattern after `layers.`, in safetensors files."""
     wanted = re.compile(rf"(?:.+\.)?(?:layers|h)\.{module}\.(weight|bias)")
     parts = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -49,8 +49,8 @@ def place_given(
 
 
 class HookPoint(NamedTuple):
-    """A side of a module: `layer`, from 0, is that of its block, and `site` one of `SITES`, or its name in the block,
-    then `:in` or `:out`; without a layer its name in the model. `model` is the number of its model among several.
+    """A side of a module: `layer`, from 0, of its block, and as `site` one of `SITES`, or its name in the block, then
+    `:in` or `:out`; without a layer its name in the model. `model` numbers one of several models.
 
     resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
     resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
@@ -77,18 +77,18 @@ class HookPoint(NamedTuple):
 
     @property
     def has_model_width(self) -> bool:
-        """Whether activations there have as many dimensions as the residual stream."""
+        """Whether activations there are as wide as the residual stream."""
         return ":" not in self.site and self.site != "attn_z"
 
     def to_json(self) -> dict[str, Any]:
-        """`layer` and `site`, as far as known; the layer is null outside of blocks."""
+        """What is known; the layer is null outside of blocks."""
         if self.site:
             return {"layer": self.layer, "site": self.site}
         return {} if self.layer is None else {"layer": self.layer}
 
 
 def last_layer(points: Iterable[HookPoint]) -> int | None:
-    """The last layer that a pass up to these points needs; None for all, where a module is outside of blocks."""
+    """The last layer that a pass up to these points needs; None for all, as outside of blocks."""
     layers = [point.layer for point in points]
     return None if None in layers else max(layer for layer in layers if layer is not None)
 
@@ -99,7 +99,7 @@ class ModelName(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """The name with its revision, as `find_model` takes it."""
+        """NAME@REVISION, as `find_model` takes it."""
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
     def to_json(self) -> dict[str, str]:
@@ -108,22 +108,18 @@ class ModelName(NamedTuple):
 
 @dataclass(frozen=True)
 class InputEntries:
-    """An input of a crosscoder as JSON: its model is named only where models differ."""
+    """A crosscoder's input as JSON: its model is named only where models differ."""
 
-    layer: Layer | None = None
-    site: str | None = None
     model: str | None = None
     revision: str | None = None
+    layer: Layer | None = None
+    site: str | None = None
 
 
 @dataclass(frozen=True)
-class OriginEntries:
-    """An `Origin` as JSON, in which unknown entries are left out; layer and site are those of the first input."""
+class OriginEntries(InputEntries):
+    """An `Origin` as JSON, the first input's layer and site at its top; unknown entries are left out."""
 
-    model: str | None = None
-    revision: str | None = None
-    layer: Layer | None = None
-    site: str | None = None
     dataset: str | None = None
     context: int | None = None
     prepend_bos: bool | None = None
@@ -139,18 +135,24 @@ class OriginEntries:
 
 
 ENTRIES = tuple(entry.name for entry in fields(OriginEntries))
-STORED = ENTRIES[: ENTRIES.index("prepend_bos") + 1]  # in a store's source
-STORES = (
+# The fields that an `Origin` has under the same names.
+SAME = (
+    "dataset",
+    "context",
+    "prepend_bos",
     "data",
     "data_hash",
-    "beside",
     "target",
-)  # names and a hash, which mean something in one home alone
+    "split_seed",
+    "fraction",
+)
+STORED = ENTRIES[: ENTRIES.index("prepend_bos") + 1]  # in a store's source
+STORES = ("data", "data_hash", "beside", "target")  # which mean something in one home alone
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an SAE's rows came from, or a store's; None where unknown."""
+    """Where an SAE's or a store's rows came from; None where unknown."""
 
     models: tuple[ModelName, ...] = ()  # several only of a crosscoder
     read: tuple[HookPoint, ...] = (HookPoint(),)  # of each input, in order
@@ -158,7 +160,7 @@ class Origin:
     dataset: str | None = None
     context: int | None = None  # tokens in a window
     prepend_bos: bool | None = None  # whether windows begin with special tokens
-    # Of stores, see `STORES`: references of the first, of further inputs and of the targets'; `Joined.hash` of all.
+    # References of the first store, of further inputs' and of the targets'; `Joined.hash` of all.
     data: str | None = None
     data_hash: str | None = None
     beside: tuple[str, ...] = ()
@@ -168,7 +170,7 @@ class Origin:
 
     @classmethod
     def of(cls, entries: OriginEntries) -> Self:
-        inputs = entries.inputs or (InputEntries(entries.layer, entries.site),)
+        inputs = entries.inputs or (InputEntries(layer=entries.layer, site=entries.site),)
         first = None if entries.model is None else ModelName(entries.model, entries.revision)
         named = [
             first if each.model is None else ModelName(each.model, each.revision) for each in inputs
@@ -179,30 +181,19 @@ class Origin:
             for each, name in zip(inputs, named, strict=True)
         )
         target = HookPoint(entries.target_layer, entries.target_site or "")
-        return cls(
-            models=models,
-            read=read,
-            written=None if target == HookPoint() else target,
-            dataset=entries.dataset,
-            context=entries.context,
-            prepend_bos=entries.prepend_bos,
-            data=entries.data,
-            data_hash=entries.data_hash,
-            beside=entries.beside or (),
-            target=entries.target,
-            split_seed=entries.split_seed,
-            fraction=entries.fraction,
-        )
+        written = None if target == HookPoint() else target
+        same = {name: getattr(entries, name) for name in SAME}
+        return cls(models, read, written, beside=entries.beside or (), **same)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The origin in a document, of which further entries are ignored; ValueError for one of another type."""
+        """Further entries are ignored; ValueError for one of another type."""
         known = {name: document[name] for name in ENTRIES if name in document}
         return cls.of(parse_json(to_json(known), OriginEntries))
 
     @classmethod
     def joined(cls, origins: Sequence[Self]) -> Self:
-        """The first one, with the hook points of all where these are known."""
+        """The first, with the hook points of all if these are known."""
         models = tuple(dict.fromkeys(model for origin in origins for model in origin.models))
         points = [
             origin.read[0]._replace(model=models.index(origin.models[0]) if origin.models else 0)
@@ -214,16 +205,15 @@ class Origin:
 
     @property
     def model(self) -> str | None:
-        """The name of the first model."""
         return self.models[0].name if self.models else None
 
     @property
     def spec(self) -> str | None:
-        """The first model, with its commit on the hub if any."""
+        """`ModelName.spec` of the first model."""
         return self.models[0].spec if self.models else None
 
     def hook_points(self) -> tuple[list[str], str | None]:
-        """The hook points of the inputs and of the target in words, if known."""
+        """Known hook points of inputs and of the target, in words."""
         names = []
         for point in self.read:
             model = f" of {self.models[point.model].name}" if len(self.models) > 1 else ""
@@ -234,34 +224,26 @@ class Origin:
         return names, point_words(self.written.layer, self.written.site, " ")
 
     def trained(self, split_seed: int, fraction: float) -> Self:
-        """The origin of an SAE trained on that fraction of a split's rows; rows of no store have no split."""
-        return (
-            self if self.data is None else replace(self, split_seed=split_seed, fraction=fraction)
-        )
+        """The origin of an SAE trained on that fraction of a split's rows."""
+        if self.data is None:  # of no store, without a split
+            return self
+        return replace(self, split_seed=split_seed, fraction=fraction)
 
     def published(self) -> Self:
-        """The same for others: without names of stores, and of each path only its last part."""
+        """For others: without names of stores, and of each path only its last part."""
         entries = {name: value for name, value in self.to_json().items() if name not in STORES}
         return self.from_json(without_folders(entries))
 
     def to_json(self) -> dict[str, Any]:
-        """The entries as of `OriginEntries` that are known."""
+        """The known ones of `OriginEntries`."""
         inputs = []
         for point in self.read:
             model = self.models[point.model].to_json() if len(self.models) > 1 else {}
             inputs.append(point.to_json() | model)
         written = {} if self.written is None else self.written.to_json()
-        further = {
-            "dataset": self.dataset,
-            "context": self.context,
-            "prepend_bos": self.prepend_bos,
+        further = {name: getattr(self, name) for name in SAME} | {
             "inputs": inputs if len(inputs) > 1 else None,
-            "data": self.data,
-            "data_hash": self.data_hash,
             "beside": [*self.beside] or None,
-            "target": self.target,
-            "split_seed": self.split_seed,
-            "fraction": self.fraction,
         }
         entries = {
             **(self.models[0].to_json() if self.models else {}),
@@ -273,7 +255,7 @@ class Origin:
 
 
 def without_folders(value: Any) -> Any:
-    """A value of a document for others: of each path only the last part."""
+    """A document for others: of each path only the last part."""
     if isinstance(value, Mapping):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

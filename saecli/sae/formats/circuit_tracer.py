@@ -1,9 +1,8 @@
 """circuit-tracer's format (checked against 0.5.0): `config.yaml` and `layer_L.safetensors`, per-layer transcoders.
 
-Rows and targets are of one width and one layer; a skip is applied as `x @ W_skip.T`. `mlp.hook_in` is the MLP's input
-after the norm's weight, `mlp_in` here. Versions after 0.5.0 read `activation: topk` and `k`, signed as `topk` here;
-0.5.0 takes such files for `relu`. Source: `transcoder/single_layer_transcoder.py`, `utils/hf_utils.py`,
-`utils/caching.py` and `replacement_model/` there.
+Rows and targets are of one width and layer; a skip is `x @ W_skip.T`. `mlp.hook_in`, after the norm's weight, is
+`mlp_in` here. Versions after 0.5.0 read `activation: topk` and `k`, signed; 0.5.0 takes such files for `relu`.
+Source: `transcoder/single_layer_transcoder.py`, `utils/hf_utils.py`, `utils/caching.py`, `replacement_model/` there.
 """
 
 import re
@@ -35,7 +34,6 @@ _QWEN3 = re.compile(r"qwen3-([\d.]+b)-transcoders")
 
 
 def load_circuit_tracer(file: Path) -> SavedSAE:
-    """Read one layer's transcoder."""
     path, layer = file.parent / CONFIG, int(re.findall(r"\d+", file.name)[0])
     if path.is_file():
         config = _read_yaml(path)
@@ -72,7 +70,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, Any]]:
-    """Returns what `demand_set` takes."""
+    """Returns a member of `demand_set`."""
     import yaml
 
     sae, config = saved.sae, _config(saved)
@@ -84,11 +82,12 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
     layer = saved.origin.read[0].layer
     assert layer is not None  # which `_config` demands
     common.write_sae(folder / f"layer_{layer}.safetensors", sae, names)
-    return layer, in_common(saved)
+    sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
+    return layer, config | sizes
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:
-    """The entries of config.yaml; FormatError for hook points that it cannot name."""
+    """Entries of config.yaml; FormatError for hook points that it cannot name."""
     origin, activation = saved.origin, saved.sae.activation
     read, written = origin.read[0], origin.written or HookPoint()
     known = {
@@ -100,15 +99,15 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
     missing = [name for name, is_known in known.items() if not is_known]
     if missing:
         raise FormatError(
-            "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
-            f"trained on stores that `sae extract` made, got one without {', '.join(missing)}"
+            "circuit-tracer needs the layer and sites of rows and targets: expected a transcoder trained on "
+            f"stores that `sae extract` made, got one without {', '.join(missing)}"
         )
     if read.layer != written.layer:
         raise FormatError(
             f"circuit-tracer cannot express a transcoder from layer {read.layer} to layer "
             f"{written.layer}; expected rows and targets of one layer"
         )
-    config = {} if origin.model is None else {"model_name": origin.model}
+    config: dict[str, Any] = {} if origin.model is None else {"model_name": origin.model}
     config["model_kind"] = "transcoder_set"
     for side, point in (("input", read), ("output", written)):
         name = hooks.hook_name(point)
@@ -118,20 +117,13 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
                 f"got {point.site}; train one on stores of `sae extract --site`, or export it to native"
             )
         config[f"feature_{side}_hook"] = name.removeprefix(f"blocks.{read.layer}.")
-    return config | (
-        {"activation": "topk", "k": activation.k} if isinstance(activation, TopK) else {}
-    )
-
-
-def in_common(saved: SavedSAE) -> dict[str, Any]:
-    """What the transcoders of a set must have in common."""
-    sae = saved.sae
-    sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
-    return _config(saved) | sizes
+    if isinstance(activation, TopK):
+        config |= {"activation": "topk", "k": activation.k}
+    return config
 
 
 def demand_set(members: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """FormatError unless they, each a layer and what is `in_common`, are alike and of the layers from 0 on."""
+    """FormatError unless they, each a layer and its entries, are alike and of the layers from 0 on."""
     layers = sorted(layer for layer, _ in members)
     if layers != [*range(len(layers))]:
         raise FormatError(

@@ -1,8 +1,8 @@
 """Other tools' names of hook points; README.md has a table.
 
-TransformerLens' follow `blocks.L.`; names of transformers' modules follow `layers.L.` or `h.L.`, and end there with
-`.input` or `.output`, here with `:in` or `:out`. A hook point that is no site here keeps its name in an SAE's origin,
-which tells its rows from a store's. Some are sites in some models only: see `model.families`.
+TransformerLens' follow `blocks.L.`; those of transformers' modules `layers.L.` or `h.L.`, and end there with `.input`
+or `.output`, here with `:in` or `:out`. A hook point that is no site keeps its name. Some are sites in some models
+only: see `model.families`.
 
 Sources: `components/rms_norm.py`, `layer_norm.py`, `transformer_block.py` and `HookedTransformer.py` of TransformerLens
 2.18 and 3.9; `replacement_model_transformerlens.py` and `utils/tl_nnsight_mapping.py` of circuit-tracer 0.5.0.
@@ -43,13 +43,13 @@ _MODULE = re.compile(r"(?:\S+\.)?(?:layers|h)\.(\d{1,9})(?:\.(\S+))?")
 
 
 def point_of_hook(name: Any) -> HookPoint | None:
-    """The hook point of TransformerLens' name; None for other names."""
+    """The hook point of TransformerLens' name, if it is one."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
     return match and HookPoint(int(match[1]), TRANSFORMER_LENS.get(match[2], match[2]))
 
 
 def hook_name(point: HookPoint | None) -> str | None:
-    """TransformerLens' name of a hook point, if it has one; a module's with its side."""
+    """TransformerLens' name, if it has one; a module's with its side."""
     if point is None:
         return None
     if ":" in point.site:
@@ -59,7 +59,7 @@ def hook_name(point: HookPoint | None) -> str | None:
 
 
 def point_of_module(name: Any, side: str = "") -> HookPoint | None:
-    """The hook point of transformers' name of a module, with `side` if it names none; None for other names."""
+    """The hook point of a module in transformers, on its `side` if it names none; None for other names."""
     match = _MODULE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return HookPoint(None, name) if isinstance(name, str) and name.endswith(ENDINGS) else None

@@ -2,13 +2,13 @@
 
 Their TopK clips at zero: `relu-topk` here. README.md has the files of each.
 
-SAELens has this tool's names and shapes, but for a skip, (E, D). A trained `batchtopk` is saved as a JumpReLU with one
-threshold for all latents, as SAELens saves its own; its checkpoints of training have that threshold alone, and the
-factor of rows in a file of its own. Transcoders (`saes/transcoder.py`) clip at zero.
+SAELens has this tool's names and shapes, but a skip is (E, D). A trained `batchtopk` is saved as a JumpReLU with one
+threshold for all latents; checkpoints have the threshold alone, and the factor of rows in its own file. Transcoders
+(`saes/transcoder.py`) clip at zero.
 
-sparsify's encoder subtracts `b_dec`, and `relu` is written with `k` equal to the number of latents. A transcoder
-(`transcode`) does not subtract, and its targets are as wide as its rows. The folder's name, such as `layers.2.mlp`, is
-the module whose output it reads, or a transcoder predicts from its input.
+sparsify's encoder subtracts `b_dec`, and `relu` is written with `k` = d_sae. A transcoder (`transcode`) does not
+subtract, and its targets are as wide as its rows. The folder, such as `layers.2.mlp`, is named by the module whose
+output it reads, or a transcoder predicts from its input.
 
 dictionary_learning: see `CLASSES`. Its AutoEncoder scales decoder rows to unit norm on loading.
 """
@@ -113,7 +113,7 @@ def _point(hook: Any) -> HookPoint | None:
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration from before version 6 as version 6 has it, with SAELens' defaults."""
+    """An older configuration as version 6 has it, with SAELens' defaults."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(
@@ -144,7 +144,7 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
+    """For SAELens' `SAE.load_from_disk`."""
     sae, origin = saved.sae, saved.origin
     metadata = {
         "sae_lens_version": SAELENS_VERSION,
@@ -206,7 +206,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE, or a transcoder of one width, so that sparsify's `SparseCoder.load_from_disk` reads it."""
+    """For sparsify's `SparseCoder.load_from_disk`."""
     sae = saved.sae
     write_json(
         folder / SPARSIFY_CONFIG,
@@ -227,12 +227,13 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
+BIASED = common.LINEAR | {"b_dec": "b_dec"}
 INPUTS = {"resid_post": "resid_pre", "mlp_out": "mlp_in"}  # of the modules whose outputs they are
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """The entries of `config.json` that are used here."""
+    """Entries of `config.json` that are used here."""
 
     dict_class: str
     lm_name: Any = None
@@ -249,8 +250,6 @@ class LearningConfig:
 
 @dataclass(frozen=True)
 class StateDict:
-    """The state_dict of a class."""
-
     names: dict[str, str]  # as of `common.renamed`
     subtracts: bool  # the decoder bias from rows
     activation: type[Activation]
@@ -263,12 +262,8 @@ CLASSES: dict[str, StateDict] = {
         common.LINEAR | {"bias": "b_dec"}, True, Relu, trainer="StandardTrainer"
     ),
     "AutoEncoderNew": StateDict(common.LINEAR | {"decoder.bias": "b_dec"}, False, Relu),
-    "AutoEncoderTopK": StateDict(
-        common.LINEAR | {"b_dec": "b_dec"}, True, ReluTopK, ("k", "threshold"), "TopKTrainer"
-    ),
-    "BatchTopKSAE": StateDict(
-        common.LINEAR | {"b_dec": "b_dec"}, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"
-    ),
+    "AutoEncoderTopK": StateDict(BIASED, True, ReluTopK, ("k", "threshold"), "TopKTrainer"),
+    "BatchTopKSAE": StateDict(BIASED, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"),
     "MatryoshkaBatchTopKSAE": StateDict(
         common.PLAIN,
         True,
@@ -290,7 +285,7 @@ LEARNING_WRITTEN = tuple({layout.activation: None for layout in CLASSES.values()
 
 
 def load_dictionary_learning(folder: Path) -> SavedSAE:
-    """Read an SAE; FormatError also for files whose loading would run code."""
+    """FormatError also for files whose loading would run code."""
     path, file = folder / LEARNING_CONFIG, folder / LEARNING_WEIGHTS
     config = common.read_config(path, LearningConfig)
     trainer = config.trainer
@@ -326,7 +321,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
 
 
 def _extra(sae: SAE, name: str) -> Tensor:
-    """An entry of `StateDict.extras`."""
+    """One of `StateDict.extras`."""
     if name == "k":
         return torch.tensor(sae.k, dtype=torch.int)
     if name == "group_sizes":
@@ -337,7 +332,7 @@ def _extra(sae: SAE, name: str) -> Tensor:
 
 
 def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that `load_dictionary` reads it; codes of `relu` are scaled, reconstructions the same."""
+    """For `load_dictionary`; codes of `relu` are scaled, reconstructions the same."""
     sae, origin = saved.sae, saved.origin
     nested = bool(sae.prefixes) and isinstance(sae.activation, BatchTopK)
     (name,) = (

@@ -1,15 +1,15 @@
 """Published suites, which are only read: Gemma Scope, Gemma Scope 2, Llama Scope, Qwen-Scope and single files.
 
-README.md has the files of each, and says where other tools differ. Gemma Scope 2 names hook points as Gemma 3's modules
-in transformers; a skip is applied as `x @ affine_skip_connection`.
+README.md has the files of each. Gemma Scope 2 names hook points as Gemma 3's modules in transformers; a skip is
+`x @ affine_skip_connection`.
 
-A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: file `params_layer_I.safetensors` has
-latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. Here it is
-one SAE of n F latents on rows side by side, whose encoder is zero outside its diagonal blocks.
+A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: latents in `params_layer_I.safetensors`
+read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. Here it is one SAE of
+n F latents on rows side by side, its encoder zero outside diagonal blocks.
 
 Llama Scope's weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
-dataset_average_activation_norm`, and predict `c_out * y`. `jump_relu_threshold` is one number, in units of the targets:
-a code z adds `z * W_dec / c_out` to the raw prediction, and fires if the norm of this exceeds the threshold
+dataset_average_activation_norm`, and predict `c_out * y`. `jump_relu_threshold` is one number in units of the targets:
+a code z fires if the norm of its part of the raw prediction, `z * W_dec / c_out`, exceeds it
 (`SparseAutoEncoder.encode` there). The R1 distillations have a threshold for each latent, in units of the scaled
 targets, and the norms with the weights.
 """
@@ -72,7 +72,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
 
 
 def _named_by(folder: Path) -> dict[str, Any]:
-    """The configuration that the names of folders on the hub imply."""
+    """The configuration that names of folders on the hub imply."""
     match = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
     if match is None:
         raise FormatError(
@@ -145,7 +145,7 @@ _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The entries used here; a `Literal` is the one value that can be expressed."""
+    """Entries used here; a `Literal` is the one value that can be expressed."""
 
     # The R1 distillations have both with the weights.
     jump_relu_threshold: Annotated[float, Ge(0)] = 0.0
@@ -185,7 +185,7 @@ def load_llama_scope_r1(folder: Path) -> SavedSAE:
 def _unscaled(
     path: Path, tensors: dict[str, Tensor], config: Hyperparameters, norms: Mapping[str, float]
 ) -> SavedSAE:
-    """The SAE on raw rows; `norms` of rows and targets, thresholds in units of the scaled targets."""
+    """The SAE on raw rows; thresholds are in units of the scaled targets."""
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     if config.sparsity_include_decoder_norm:
@@ -200,13 +200,13 @@ def _unscaled(
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
-    """Read one layer's SAE; k is in the name of a folder above, as on the hub and in its client's cache."""
+    """k is in the name of a folder above, as on the hub and in its client's cache."""
     names = [folder.name for folder in file.absolute().parents]
     ks = [int(match[1]) for match in map(_K.fullmatch, names) if match]
     if not ks:
         raise FormatError(
-            f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
-            f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder"
+            f"{file} does not say k: expected a folder whose name ends with it, such as L0_50 or k50, "
+            f"got {names[0]!r}; rename the folder"
         )
     activation = common.with_config(file, TopK, k=ks[0])
     tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
@@ -217,7 +217,7 @@ def load_qwen_scope(file: Path) -> SavedSAE:
 
 
 def load_goodfire(file: Path) -> SavedSAE:
-    """Read one layer's SAE, also qresearch's of DeepSeek R1, whose tensors are named as Llama Scope's."""
+    """Also qresearch's of DeepSeek R1, whose tensors are named as Llama Scope's."""
     stored = common.read_torch(file)
     names = LLAMA_NAMES if "encoder.weight" in stored else GOODFIRE_NAMES
     sae = common.assemble(file, common.renamed(file, stored, names), Relu())
@@ -228,7 +228,7 @@ def load_goodfire(file: Path) -> SavedSAE:
 
 
 def load_attention_heads(file: Path) -> SavedSAE:
-    """Read Kissane et al.'s SAE of one layer of GPT-2, of TransformerLens' hook_z, heads side by side."""
+    """Kissane et al.'s, of GPT-2 and TransformerLens' hook_z, heads side by side."""
     tensors = common.renamed(file, common.read_torch(file), common.PLAIN)
     sae = common.assemble(file, tensors, Relu(), subtracts=True)
     layer = int(re.findall(r"_L(\d+)_", file.name)[0])
