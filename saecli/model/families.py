@@ -7,7 +7,7 @@ To add one, add the names of its parts where they are new, and for SAEs of other
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from ..sae.formats.hooks import Z
+from ..sae.formats.common import Z
 from ..store.origin import HookPoint
 
 ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")

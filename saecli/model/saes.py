@@ -19,8 +19,7 @@ from ..base.console import Listener, Silent
 from ..base.documents import read_json
 from ..base.home import Home
 from ..sae.dictionary import SAE
-from ..sae.formats.common import TO_FIT, SavedSAE
-from ..sae.formats.hooks import NORMALIZED, Z, hook_name
+from ..sae.formats.common import NORMALIZED, TO_FIT, SavedSAE, Z, hook_name
 from ..sae.library import SAELike, Subject, read_sae
 from ..store.arrays import naming
 from ..store.origin import HookPoint, Origin

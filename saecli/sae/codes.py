@@ -229,11 +229,6 @@ class SparseCodes(Codes):
         """Entries per row, (B,)."""
         return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
 
-    def _sizes_on_cpu(self) -> Tensor:
-        if self.each is not None:
-            return torch.full((len(self.offsets),), self.each)
-        return self._sizes.cpu()
-
     @cached_property
     def _transposed(self) -> "SparseCodes":
         latents, order = self.indices.sort(stable=True)
@@ -242,7 +237,8 @@ class SparseCodes(Codes):
 
     def add_gram(self, gram: Tensor) -> None:
         """By pairs of entries if few, at 25 ns per pair on a CPU; the host waits for a GPU unless `each` is known."""
-        sizes = self._sizes_on_cpu()
+        each = self.each
+        sizes = self._sizes.cpu() if each is None else torch.full((len(self.offsets),), each)
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
             add_pairs(gram, self.indices, self.values, sizes)
         elif gram.device.type != "cpu":

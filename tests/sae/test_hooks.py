@@ -19,7 +19,7 @@ from saecli.model.saes import fold_in, why_not_folded
 from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
-from saecli.sae.formats.hooks import NORMALIZED
+from saecli.sae.formats.common import NORMALIZED
 from saecli.store.origin import HookPoint, ModelName, Origin
 
 LAYER = 1

@@ -344,11 +344,8 @@ ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in KINDS}
 
 
 def sparsity_names() -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(
-            name for kind in ACTIVATIONS.values() for name in ("none", *kind().penalties())
-        )
-    )
+    names = (name for kind in KINDS for name in ("none", *kind().penalties()))
+    return tuple(dict.fromkeys(names))
 
 
 def activation_to_json(activation: Activation) -> dict[str, Any]:

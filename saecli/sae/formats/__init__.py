@@ -1,7 +1,6 @@
 """SAEs in folders, in this tool's own format and in other libraries'; no format runs code from a file.
 
-    common.py           SavedSAE, tables of tensors' names, reading and writing of files
-    hooks.py            names of hook points
+    common.py           SavedSAE, names of tensors and hook points, reading and writing of files
     libraries.py        SAELens, sparsify, dictionary_learning
     circuit_tracer.py   circuit-tracer, also sets of one transcoder per layer
     scopes.py           published suites, which are only read

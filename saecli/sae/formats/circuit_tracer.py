@@ -16,7 +16,7 @@ from ...base.errors import FormatError, one_line
 from ...base.files import appearing_whole
 from ...store.origin import HookPoint
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
-from . import common, hooks
+from . import common
 from .common import SavedSAE
 
 CONFIG, LAYER_FILES = "config.yaml", "layer_[0-9]*.safetensors"
@@ -26,6 +26,7 @@ QWEN3 = {  # in place of a config.yaml, which they lack
     "feature_input_hook": "mlp.hook_in",
     "feature_output_hook": "hook_mlp_out",
 }
+NEEDED = ("layer", "site", "target_layer", "target_site")
 NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
 TRACER_THRESHOLD = {"activation_function.threshold": "threshold"}
 WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK, TopK)
@@ -55,7 +56,7 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     if lowest < 0:  # where circuit-tracer's codes may be negative
         raise FormatError(f"{file}: expected thresholds of at least 0, got {lowest:g}")
     names = (config.get(f"feature_{side}_hook") for side in ("input", "output"))
-    read, written = (name and hooks.point_of_hook(f"blocks.{layer}.{name}") for name in names)
+    read, written = (name and common.point_of_hook(f"blocks.{layer}.{name}") for name in names)
     origin = common.origin_of(config.get("model_name"), read or HookPoint(layer), written or None)
     return SavedSAE(sae, origin, transcodes=True)
 
@@ -90,13 +91,9 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
     """Entries of config.yaml; FormatError for hook points that it cannot name."""
     origin, activation = saved.origin, saved.sae.activation
     read, written = origin.read[0], origin.written or HookPoint()
-    known = {
-        "layer": read.layer is not None,
-        "site": bool(read.site),
-        "target_layer": written.layer is not None,
-        "target_site": bool(written.site),
-    }
-    missing = [name for name, is_known in known.items() if not is_known]
+    targets = {f"target_{name}": value for name, value in written._asdict().items()}
+    known = read._asdict() | targets
+    missing = [name for name in NEEDED if known[name] in (None, "")]
     if missing:
         raise FormatError(
             "circuit-tracer needs the layer and sites of rows and targets: expected a transcoder trained on "
@@ -110,7 +107,7 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
     config: dict[str, Any] = {} if origin.model is None else {"model_name": origin.model}
     config["model_kind"] = "transcoder_set"
     for side, point in (("input", read), ("output", written)):
-        name = hooks.hook_name(point)
+        name = common.hook_name(point)
         if name is None or ":" in name:
             raise FormatError(
                 f"circuit-tracer cannot name a transcoder's {side}: expected a site such as mlp_in or mlp_out, "

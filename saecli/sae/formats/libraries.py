@@ -30,7 +30,7 @@ from ...store.origin import HookPoint
 from ..activations import AbsTopK, Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK
 from ..codes import Prefixes
 from ..dictionary import SAE
-from . import common, hooks
+from . import common
 from .common import SavedSAE
 
 SAELENS_CONFIG, SAELENS_WEIGHTS = "cfg.json", "sae_weights.safetensors"
@@ -109,7 +109,7 @@ def load_saelens(folder: Path) -> SavedSAE:
 
 def _point(hook: Any) -> HookPoint | None:
     """TransformerLens' hook point, or transformers' module, whose output SAELens then takes."""
-    return hooks.point_of_hook(hook) or hooks.point_of_module(hook, "output")
+    return common.point_of_hook(hook) or common.point_of_module(hook, "output")
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         "sae_lens_version": SAELENS_VERSION,
         "sae_lens_training_version": None,
         "model_name": origin.model,
-        "hook_name": hooks.hook_name(origin.read[0]),
+        "hook_name": common.hook_name(origin.read[0]),
         "context_size": origin.context,
         "prepend_bos": origin.prepend_bos,
         "model_from_pretrained_kwargs": {
@@ -164,13 +164,13 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         "device": "cpu",
         "apply_b_dec_to_input": False,
         "normalize_activations": "none",
-        "reshape_activations": "hook_z" if origin.read[0].site in ("attn_z", hooks.Z) else "none",
+        "reshape_activations": "hook_z" if origin.read[0].site in ("attn_z", common.Z) else "none",
         "metadata": metadata,
     }
     if saved.is_transcoder:
         config["architecture"] = TRANSCODERS[type(sae.activation)][sae.W_skip is not None]
         config["d_out"] = sae.d_out
-        metadata["hook_name_out"] = hooks.hook_name(origin.written)
+        metadata["hook_name_out"] = common.hook_name(origin.written)
     else:
         config["architecture"] = ARCHITECTURES[type(sae.activation)]
     if isinstance(sae.activation, ReluTopK | AbsTopK):
@@ -200,8 +200,8 @@ def load_sparsify(folder: Path) -> SavedSAE:
     tensors = common.read_renamed(file, names)
     sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
     module = folder.absolute().name
-    read = hooks.point_of_module(module, "input" if transcodes else "output")
-    written = hooks.point_of_module(module, "output") if transcodes else None
+    read = common.point_of_module(module, "input" if transcodes else "output")
+    written = common.point_of_module(module, "output") if transcodes else None
     return SavedSAE(sae, common.origin_of(None, read, written), transcodes)
 
 

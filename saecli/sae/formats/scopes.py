@@ -28,7 +28,7 @@ from torch import Tensor
 from ...base.errors import FormatError
 from ...store.origin import HookPoint, Origin
 from ..activations import JumpRelu, Relu, TopK
-from . import common, hooks
+from . import common
 from .common import SavedSAE
 from .libraries import SAELENS_WEIGHTS
 
@@ -67,7 +67,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     model = f"google/gemma-2-{size}-it" if tuned == "it" else f"google/gemma-2-{size}"
     read, written = HookPoint(int(layer), GEMMA_KINDS.get(kind, "")), None
     if kind == "transcoders":
-        read, written = HookPoint(int(layer), hooks.NORMALIZED), HookPoint(int(layer), "mlp_out")
+        read, written = HookPoint(int(layer), common.NORMALIZED), HookPoint(int(layer), "mlp_out")
     return SavedSAE(sae, common.origin_of(model, read, written))
 
 
@@ -103,8 +103,8 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     differ = None not in (rows, targets) and rows != targets
     transcodes = config.get("type") == "transcoder" or bool(skip) or differ
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
-    written = hooks.point_of_module(targets) if transcodes else None
-    origin = common.origin_of(config.get("model_name"), hooks.point_of_module(rows), written)
+    written = common.point_of_module(targets) if transcodes else None
+    origin = common.origin_of(config.get("model_name"), common.point_of_module(rows), written)
     return SavedSAE(sae, origin, transcodes)
 
 
@@ -113,7 +113,7 @@ def load_gemma_scope_2_crosscoder(folder: Path) -> SavedSAE:
     common.refuse_unless(folder / CONFIG, config, "architecture", "jump_relu")
     common.refuse_unless(folder / CONFIG, config, "type", "crosscoder")
     begin, layers, end = re.split("[{}]", config["hf_hook_point_in"])
-    points = [hooks.point_of_module(f"{begin}{int(layer)}{end}") for layer in layers.split(",")]
+    points = [common.point_of_module(f"{begin}{int(layer)}{end}") for layer in layers.split(",")]
     files = [folder / GEMMA_LAYER.format(number) for number in range(len(points))]
     parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -194,7 +194,7 @@ def _unscaled(
         sae = sae.changed(threshold=threshold)
     sae = common.unscaled(sae, *(math.sqrt(sae.d_in) / norms[end] for end in ("in", "out")))
     models = (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute()))
-    read, written = map(hooks.point_of_hook, (config.hook_point_in, config.hook_point_out))
+    read, written = map(common.point_of_hook, (config.hook_point_in, config.hook_point_out))
     origin = common.origin_of(next(models, None), read, written if transcodes else None)
     return SavedSAE(sae, origin, transcodes)
 
@@ -232,5 +232,5 @@ def load_attention_heads(file: Path) -> SavedSAE:
     tensors = common.renamed(file, common.read_torch(file), common.PLAIN)
     sae = common.assemble(file, tensors, Relu(), subtracts=True)
     layer = int(re.findall(r"_L(\d+)_", file.name)[0])
-    origin = common.origin_of("gpt2", HookPoint(layer, hooks.Z))
+    origin = common.origin_of("gpt2", HookPoint(layer, common.Z))
     return SavedSAE(sae, origin, processing={"fold_value_biases": True})
