@@ -26,7 +26,6 @@ QWEN3 = {  # in place of a config.yaml, which they lack
     "feature_input_hook": "mlp.hook_in",
     "feature_output_hook": "hook_mlp_out",
 }
-NEEDED = ("layer", "site", "target_layer", "target_site")
 NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
 TRACER_THRESHOLD = {"activation_function.threshold": "threshold"}
 WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK, TopK)
@@ -91,9 +90,13 @@ def _config(saved: SavedSAE) -> dict[str, Any]:
     """Entries of config.yaml; FormatError for hook points that it cannot name."""
     origin, activation = saved.origin, saved.sae.activation
     read, written = origin.read[0], origin.written or HookPoint()
-    targets = {f"target_{name}": value for name, value in written._asdict().items()}
-    known = read._asdict() | targets
-    missing = [name for name in NEEDED if known[name] in (None, "")]
+    known = {
+        "layer": read.layer,
+        "site": read.site or None,
+        "target_layer": written.layer,
+        "target_site": written.site or None,
+    }
+    missing = [name for name, value in known.items() if value is None]
     if missing:
         raise FormatError(
             "circuit-tracer needs the layer and sites of rows and targets: expected a transcoder trained on "
