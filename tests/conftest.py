@@ -37,10 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def sae(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> CommandLine:
-    """The command line, run in this process, with a home of the test's own; tables are as wide as in a pipe.
-
-    Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
-    """
+    """The command line, run in this process, in a home of the test's own; training draws no curves, which is slow."""
     monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
     monkeypatch.setattr("saecli.show.pictures.draw_losses", lambda path, name, lines: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)

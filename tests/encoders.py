@@ -24,8 +24,7 @@ SHAPES = ("plain", "shifted", "clustered", "twins", "zeros", "uneven")
 
 
 def encoder(rng: np.random.Generator, D: int, F: int, shape: str) -> tuple[np.ndarray, np.ndarray]:
-    """Columns (D, F) and bias (F,): `shifted` by a large common vector, in tight clusters, with equal columns, with
-    columns of zeros, or of very different norms."""
+    """Columns (D, F) and bias (F,); `shifted` by a large common vector, with equal columns, or of unlike norms."""
     W, b = rng.normal(size=(D, F)), 0.3 * rng.normal(size=F)
     if shape == "shifted":
         W += 30 * rng.normal(size=(D, 1))

@@ -94,8 +94,7 @@ def activation_of(act: str, k: int = 4) -> Activation:
 
 
 def sae_for(format: str, *names: str) -> SavedSAE:
-    """An SAE that a format can express, or a transcoder if it has no others; its activation the first of these names,
-    or the first but topk."""
+    """An SAE, or else a transcoder, that a format can express, with the first of these activations, or but topk."""
     form = FORMATS[format]
     able = [kind.name for kind in form.activations or form.transcoders]
     act = next(name for name in able if (name in names if names else name != "topk"))
@@ -302,8 +301,7 @@ def nested_sae(act: str) -> SAE:
 
 
 def grid(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination, for `pytest.mark.parametrize`: those that differ from the last entries in more than one axis
-    are slow, so that the default run has each entry once at least."""
+    """Every combination, for `pytest.mark.parametrize`; slow where more than one axis is not at its last entry."""
 
     def is_quick(combination: tuple) -> bool:
         last = [value is axis[-1] for value, axis in zip(combination, axes, strict=True)]

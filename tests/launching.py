@@ -1,5 +1,4 @@
-"""Running `sae` in a process that a signal meets at a chosen moment, or in several, started by PyTorch's own launcher;
-none of them outlives a test."""
+"""`sae` in a process that a signal meets, or in several of PyTorch's launcher; none outlives a test."""
 
 import os
 import signal
@@ -57,8 +56,7 @@ def signalled(
     nth: int = 1,
     what: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[str]:
-    """`sae` in a process that sends itself a signal before it renames the nth file to a path that ends with a name; on
-    return it has ended, or stopped, by the signal or before."""
+    """`sae` in a process that sends itself a signal before its nth renaming to a path that ends with a name."""
     program = MET_BY_A_SIGNAL.format(
         nth=nth, name=name, signal=int(what), words=["--home", str(home), *map(str, words)]
     )

@@ -1,5 +1,4 @@
-"""A hub on this machine: repositories of models, read and written as the Hugging Face hub has its client do it, and of
-datasets, read in ranges of bytes."""
+"""A hub on this machine: repositories of models, read and written by the hub's client, and of datasets, read."""
 
 import base64
 import hashlib
@@ -54,25 +53,16 @@ class Repo:
 
 
 class ModelHub(http.server.ThreadingHTTPServer):
-    """Serves and takes repositories of models, and serves those of datasets.
-
-    Attributes:
-        repos: by id.
-        objects: large files that were uploaded, by their SHA-256.
-        asked: method and path of every request.
-        failing: statuses that the next requests are answered with.
-        failing_reads: how many of the next requests for a file's bytes are answered with 503.
-        sent: bytes sent of each file.
-    """
+    """Serves and takes repositories of models, and serves those of datasets."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}
-        self.asked: list[str] = []
-        self.failing: list[int] = []
-        self.failing_reads = 0
-        self.sent: Counter[str] = Counter()
+        self.repos: dict[str, Repo] = {}  # by id
+        self.objects: dict[str, bytes] = {}  # large files that were uploaded, by their SHA-256
+        self.asked: list[str] = []  # method and path of every request
+        self.failing: list[int] = []  # statuses that the next requests are answered with
+        self.failing_reads = 0  # next requests for a file's bytes that are answered with 503
+        self.sent: Counter[str] = Counter()  # bytes of each file
 
     @property
     def address(self) -> str:

@@ -58,8 +58,7 @@ def noted(module: nn.Module, side: str = "out") -> Iterator[list[Tensor]]:
 def all_replaced(
     modules: Iterable[nn.Module], replace: Callable[[int, Tensor, Tensor], Tensor]
 ) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """While open, each module's output is a function of its number, its input and its output; yields of each its input,
-    its output, and what takes its place."""
+    """While open, a module's output is a function of its number, input and output; yields those, and the new."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def hook(number: int, module: nn.Module, args: tuple, output: Any) -> Any:

@@ -1,8 +1,7 @@
-"""What a disk may hold after a power cut: only what was flushed to it is sure.
+"""What a disk may hold after a power cut.
 
-The model takes the place of nothing: every call is made, and what a flush makes sure is noted. A file's contents are
-those of its last `fsync`, none before the first. A folder's entries are those of its own last `fsync`; or those of
-the moment, as a system may write them early.
+A file's contents are those of its last `fsync`, none before the first. A folder's entries are those of its own last
+`fsync`; or those of the moment, as a system may write them early.
 """
 
 import os
@@ -17,12 +16,7 @@ State = dict[str, bytes | None]  # by path; None for a folder
 
 
 class Disk:
-    """Notes what a power cut could leave of a folder, before everything that this process does to a file.
-
-    Args:
-        root: the folder; what it holds now is sure.
-        out: folder for the states, a file each, numbered in their order.
-    """
+    """Notes in a folder `out` what a power cut could leave of `root`, before all that this process does to a file."""
 
     def __init__(self, root: Path, out: Path) -> None:
         self._root, self._out = root, out

@@ -1,7 +1,6 @@
 """Folders of SAEs as libraries save and publish them, of random weights, and their formulas in float64.
 
-Gemma Scope 2, Llama Scope and Qwen-Scope are written from the descriptions of these releases, as their own files are
-large and on the hub. Shapes: D rows' width, E targets', F latents, n layers of a crosscoder.
+D: rows' width, E: targets', F latents. Scopes follow the descriptions of their releases, whose files are large.
 """
 
 import json
@@ -374,8 +373,7 @@ def llama_scope(
     r1: bool = False,
     **hyperparams: Any,
 ) -> Published:
-    """An SAE of layer 15, or a transcoder of its MLP; `r1`: as the R1 distillations, with norms and logarithmic
-    thresholds of normalised rows among the tensors."""
+    """An SAE of layer 15, or a transcoder of its MLP; `r1`: with norms and logarithmic thresholds as tensors."""
     shapes = {"encoder.weight": (F, D), "encoder.bias": (F,)}
     shapes |= {"decoder.weight": (D, F), "decoder.bias": (D,)}
     arrays = normals(0, **shapes)

@@ -110,8 +110,7 @@ def least_squares(
     x: torch.Tensor | None = None,
     c: float | None = None,
 ) -> SimpleNamespace:
-    """W, S, b and c by one least squares over all of their entries, the rows of data, ridge and proximal terms stacked,
-    as the paper's theorem has it; or with c given."""
+    """W, S, b and c by one least squares over all entries, its terms stacked, or with c given."""
     F, E, D, count = z.shape[1], y.shape[1], 0 if x is None else x.shape[1], max(1, len(prefixes))
     beside = np.hstack([np.zeros((len(z), 0)) if x is None else x.numpy(), np.ones((len(z), 1))])
     left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)])

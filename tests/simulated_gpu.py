@@ -1,8 +1,7 @@
-"""A device "gpu" that computes on the CPU, refuses what CUDA refuses, and counts what would make the host wait, and
-sums that CUDA makes in any order, with other bits on each run.
+"""A device "gpu" that computes on the CPU, refuses what CUDA refuses, and counts waits of the host and unordered sums.
 
-Its tensors are wrappers, on torch's PrivateUse1 device, of CPU tensors with the real values: control flow and results
-are those of a run, only the rules are a GPU's. Real devices abort at autograd in a torch built without CUDA.
+Its tensors are wrappers, on torch's PrivateUse1 device, of CPU tensors with the real values. Real devices abort at
+autograd in a torch built without CUDA.
 """
 
 import collections

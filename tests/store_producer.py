@@ -39,8 +39,7 @@ HERE = Path(__file__).parent
 
 
 def blocks(since: dict | None) -> Iterator[tuple[dict, RowBlock]]:
-    """Blocks of 0 to 40 rows, some not finite, with what was dropped, and windows; a function of the block's number
-    alone."""
+    """Blocks of 0 to 40 rows, some not finite, with what was dropped, and windows, by the block's number alone."""
     for number in range(since["block"] if since else 0, BLOCKS):
         rng = np.random.default_rng(number)
         count = int(rng.integers(0, 40)) if number % 7 else 0
@@ -76,10 +75,7 @@ RANK_ROWS = [45, 23, 0, 31]  # of each rank
 
 
 def write_ranks(path: Path, stop: int | None = None) -> None:
-    """Write a store of four ranks, one after the other, from where it stands; each is interrupted after `stop` blocks.
-
-    A block of a rank is five documents of a row each; a row holds its document's number.
-    """
+    """Write a store of four ranks, one after the other; a row holds its document's number, a block five."""
     ranks = len(RANK_ROWS)
     with ranked_store(path, replace(RANK_META, ranks=ranks)):
         for rank, limit in enumerate(RANK_ROWS):

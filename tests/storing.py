@@ -54,8 +54,7 @@ def make_store(
     columns: dict[str, np.ndarray] | None = None,
     **meta,
 ) -> ActivationStore:
-    """Write rows to a store, block by block, and open it; with `windows` at once, and as texts all of whose tokens are
-    rows."""
+    """Write rows to a store, block by block, and open it; with `windows` at once, all of whose tokens are rows."""
     columns = columns or ({} if documents is None else {"document": documents})
     wanted, windows = make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta), None
     if wanted.windows:
@@ -110,11 +109,7 @@ ROUNDING = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = ()) -> None:
-    """Two stores hold the same rows, each from a language model's forward pass of its own.
-
-    The last bits of a matrix product may differ between passes, and with them rows, norms and checksums; all else is
-    exact.
-    """
+    """Two stores are of equal forward passes: rows and norms to rounding, all else exactly."""
     stores = [ActivationStore.open(folder) for folder in (path, expected)]
     assert [store.verify() for store in stores] == [[], []]
     got, wanted = (store.meta.to_json() for store in stores)

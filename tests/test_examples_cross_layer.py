@@ -67,8 +67,7 @@ def sources_of(target: int, growth: float) -> range:
 def oracle(
     codes: list[torch.Tensor], y: torch.Tensor, target: int, growth: float, kept: torch.Tensor
 ) -> torch.Tensor:
-    """The predictions of one layer for all rows, by a fit to the kept ones: lstsq of codes, a column of ones, and the
-    roots of the ridge below them, whose scale is that of all rows."""
+    """One layer's predictions by lstsq on the kept rows: codes, ones, and below them the ridge's roots, of all rows."""
     sources = sources_of(target, growth)
     design = torch.cat([*(codes[source] for source in sources), torch.ones(len(y), 1).double()], 1)
     roots = []

@@ -1,5 +1,4 @@
-"""The twelve rooms, read from the imports: what each may import, and the size of files. The private names of libraries
-that saecli reads are listed, with the version in which they were seen, and do there what saecli takes them for."""
+"""The rooms and what each may import; sizes of files; private names of libraries, by the version they were seen in."""
 
 import ast
 from collections.abc import Collection, Iterator

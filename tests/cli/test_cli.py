@@ -1,5 +1,4 @@
-"""The command line as a whole: what its help says, what it imports, its exit statuses, also after Ctrl-C at any moment;
-and what shells are told by the protocol of their completion."""
+"""The command line as a whole: help, imports, exit statuses, Ctrl-C at any moment, completion in shells."""
 
 import importlib
 import inspect

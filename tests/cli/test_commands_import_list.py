@@ -1,5 +1,4 @@
-"""`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with;
-and stores named by their folder, and processes at once."""
+"""`sae import`, `sae list` and `sae rm` as a shell runs them; stores named by their folder; processes at once."""
 
 import io
 import json

@@ -1,5 +1,4 @@
-"""One declaration of an option: what Python, TOML and the command line take is the same; errors are data. `--config
-run.toml`: a run's own file trains it again, and the command line wins."""
+"""An option is declared once, for Python, TOML and the command line; a run's own config.toml trains it again."""
 
 import inspect
 import shlex

@@ -1,5 +1,4 @@
-"""Chats: who says a token, by the formats of four model families; where windows begin; and stores of them. What stands
-around every window: BOS, or what a tokenizer has in its place, and what it appends."""
+"""Chats: who says a token, where windows begin, stores of them; and the special tokens around every window."""
 
 import json
 from functools import cache

@@ -1,5 +1,4 @@
-"""Text sources against what the standard library and the files themselves say. Mixtures of them: proportions of rows,
-marks, kills, and measures by source against those of its rows alone."""
+"""Text sources against the standard library and the files themselves; mixtures of them, killed and by source."""
 
 import argparse
 import ast

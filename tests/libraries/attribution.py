@@ -2,8 +2,8 @@
 
     python attribution.py FOLDER MODEL PROMPT
 
-FOLDER/set is a set that saecli wrote, of the model's layers. Codes of the prompt's tokens at all layers, and the
-features, their activations and the edges of the attribution graph, go to FOLDER/graph.npz.
+Reads FOLDER/set, which saecli wrote; codes of the prompt at all layers, and the attribution graph's features,
+activations and edges go to FOLDER/graph.npz.
 """
 
 import sys

@@ -2,10 +2,8 @@
 
     python circuit_tracer.py FOLDER
 
-FOLDER/ours/CASE holds transcoders that saecli wrote, which circuit-tracer reads as it reads its own cache; the
-predictions of layer 0 from FOLDER/rows.npy, and all codes, go to FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives
-transcoders that circuit-tracer makes, with their predictions beside them. Its own TopK is put in where config.yaml has
-`activation: topk`, which 0.5.0 does not read.
+Reads FOLDER/ours/CASE, makes FOLDER/theirs/CASE, and writes each one's codes of FOLDER/rows.npy and its layer 0's
+predictions to CASE.npz. 0.5.0 does not read `activation: topk` of config.yaml: its own TopK is put in.
 """
 
 import sys

@@ -2,8 +2,7 @@
 
     python dictionary_learning.py FOLDER
 
-FOLDER/ours/CASE holds SAEs that saecli wrote; each reconstruction of FOLDER/rows.npy goes to FOLDER/ours/CASE.npz.
-FOLDER/theirs/CASE receives SAEs that the library makes, with their reconstructions beside them.
+Reads FOLDER/ours/CASE, makes FOLDER/theirs/CASE, and writes what each gives for FOLDER/rows.npy to CASE.npz.
 """
 
 import json

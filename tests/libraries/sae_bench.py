@@ -2,8 +2,7 @@
 
     python sae_bench.py FOLDER
 
-FOLDER/runs holds SAEs; the reconstruction of FOLDER/rows.npy by each, as SAEBench calls it, goes to FOLDER/NAME.npz,
-with its codes and the hook point in its configuration.
+Codes, reconstruction of FOLDER/rows.npy and hook point of each SAE of FOLDER/runs go to FOLDER/NAME.npz.
 """
 
 import sys

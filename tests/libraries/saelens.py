@@ -1,15 +1,13 @@
 """SAELens' side of tests: run by the Python of an environment that has sae-lens.
 
 python saelens.py formats FOLDER
-    FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
-    FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, with their codes next to them.
-    So it does of what it trains: the final output, and a checkpoint, with the codes of the SAE that it would save then.
+    Reads FOLDER/ours/CASE, makes and trains FOLDER/theirs/CASE, and writes codes and reconstructions of
+    FOLDER/rows.npy to CASE.npz; of a checkpoint, those of the SAE that it would save then.
 python saelens.py scopes FOLDER NAME=PATH=FACTOR ...
-    PATH, in FOLDER, is a folder or a file of a release, laid out as on the hub, NAME its converter up to a `-`,
-    FACTOR multiplies its rows; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
+    Reads PATH in FOLDER, laid out as on the hub, by the converter NAME up to a `-`, with rows times FACTOR.
 python saelens.py evaluate MODEL HOOK WINDOWS.json SAE ...
-    Prints SAELens' evaluation of each SAE, a JSON line each. The windows are lists of token ids, each a batch;
-    HOOK is a module of the Hugging Face model, which SAELens loads itself.
+    Prints SAELens' evaluation of each SAE, a JSON line each; the windows are lists of token ids, each a batch, HOOK a
+    module of the Hugging Face model, which SAELens loads itself.
 python saelens.py score TRUTH.npz SAE ...
     Prints the scores of each SAE on a world, a JSON line each.
 """

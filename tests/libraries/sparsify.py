@@ -2,8 +2,7 @@
 
     python sparsify.py FOLDER
 
-FOLDER/ours/CASE holds SAEs that saecli wrote; each reconstruction of FOLDER/rows.npy goes to FOLDER/ours/CASE.npz.
-FOLDER/theirs/CASE receives SAEs that sparsify makes, with their reconstructions beside them.
+Reads FOLDER/ours/CASE, makes FOLDER/theirs/CASE, and writes what each gives for FOLDER/rows.npy to CASE.npz.
 """
 
 import sys
@@ -19,8 +18,7 @@ D, F, K = 24, 60, 6
 
 
 def record(sae: SparseCoder, rows: torch.Tensor, path: Path) -> None:
-    """Keeps codes and reconstructions of the rows, and the library's own measure of them; a transcoder's targets are
-    the rows with their dimensions in reverse order."""
+    """Keeps codes, reconstructions and the library's measure; a transcoder's targets are the rows reversed."""
     values, indices, pre = sae.encode(rows)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
     output = sae(rows, rows.flip(1) if sae.cfg.transcode else rows)

@@ -1,5 +1,4 @@
-"""The sites of tiny models of many families, against plain hooks, hidden_states and the sum of a block's parts; and
-multimodal models, whose language model is read and spliced."""
+"""Sites of tiny models of many families against plain hooks and the sum of a block's parts; multimodal models."""
 
 from ast import literal_eval
 from collections.abc import Collection, Mapping

@@ -1,5 +1,4 @@
-"""Reading and splicing real architectures, against plain hooks and layers computed by hand (see also test_families.py);
-models without later blocks, against whole ones; tokens that a latent raises and lowers, against numpy."""
+"""Language models against plain hooks and layers by hand; loaded in part and whole; a latent's output tokens."""
 
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What stands in a model's folder besides the model that a command wants: adapters, other weights, damaged files. The
-bundled model as anyone's transformers loads it, and the script that made it."""
+"""Adapters, other weights and damage in a model's folder; the bundled model, and the script that made it."""
 
 import hashlib
 import json

@@ -1,5 +1,4 @@
-"""Effects of a splice, computed in parts, against plain transformers with an own hook; and by `sae eval` those of
-crosscoders and transcoders, on a small real model."""
+"""Effects of a splice, in parts and by `sae eval`, against plain transformers with an own hook."""
 
 import inspect
 import json
