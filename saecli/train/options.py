@@ -49,7 +49,6 @@ SMALLEST = 2**18  # encoder weights from which auto picks bf16
 # rows that were fitted L0 is lower than on others: of SmolLM2-135M-Instruct, layer 15, 20,000 rows, batchtopk 32 had
 # L0 33 on training rows and 53 on held-out ones. With 135,000 rows the tenth costs nothing: FVU 0.1687 for 0.1686.
 TRAINED = 0.9
-CALIBRATION_ROWS = 4096  # of those kept out
 MEASURED_ROWS = 16_384  # of a text without a store, to measure on
 
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows

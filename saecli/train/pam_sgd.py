@@ -22,14 +22,11 @@ from .moments import AlphaRule, Pass, alpha_rule, penalty_decay
 from .options import RELEASE, RELEASED_BELOW, PamSgd
 from .pam import PamSolver
 from .ridge import DecoderState, Terms
-from .rows import TrainingRows
+from .rows import PASS_ROWS, TrainingRows
 from .solver import DECODER_STEPS
 from .upkeep import SILENT, needless, release, revive, silence
 
-# Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
-# better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
-PASS_ROWS = 32
-LAST_ROWS = 256  # of the last
+LAST_ROWS = 256  # per latent, of the last decoder step; others have `PASS_ROWS`
 
 
 class PamSgdSolver(PamSolver):

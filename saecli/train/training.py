@@ -20,9 +20,16 @@ from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions
 from ..store.reader import RowSource
 from .descent import Descent, StepReport, Task
-from .options import CALIBRATION_ROWS, TRAIN_ON
+from .options import TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
-from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
+from .rows import (
+    BLOCK_ROWS,
+    Normalisation,
+    TrainingRows,
+    fit_normalisation,
+    on_raw_rows,
+    raw_batches,
+)
 from .start import Comparison, default_learning_rate, initial_sae, shaped
 from .upkeep import revive_by
 
@@ -346,7 +353,7 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
         steps=plan.steps,
         lr=float(lr),
         sample=rows.sample,
-        unseen=None if kept_out is None else rows.sample_of(kept_out, CALIBRATION_ROWS),
+        unseen=None if kept_out is None else rows.sample_of(kept_out, BLOCK_ROWS),
         B=rows.regression,
         fixed=plan.fixed,
         from_sae=plan.start is not None,

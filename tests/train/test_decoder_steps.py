@@ -23,13 +23,15 @@ from saecli.sae.dictionary import Batch
 from saecli.train import moments, ridge
 from saecli.train.moments import Moments
 from saecli.train.options import RELEASED_BELOW, Pam, PamSgd
-from saecli.train.pam_sgd import LAST_ROWS, PASS_ROWS, passes_after, steps_between
+from saecli.train.pam_sgd import LAST_ROWS, passes_after, steps_between
 from saecli.train.ridge import DecoderState, Sums, System, Terms
+from saecli.train.rows import PASS_ROWS
 from saecli.train.start import initial_sae
 from saecli.train.upkeep import silence
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
 EYE = torch.eye(2, dtype=torch.float64)
+EPOCHS, PENALTY = PamSgd(decoder_every=10), {"sparsity": "l1", "weight": 0.1}
 
 
 @pytest.fixture
@@ -41,19 +43,11 @@ def data() -> RowsInMemory:
     ("config", "more", "expected"),
     [
         # After which step: rows per latent; alpha kept, in a w(alk), or a(new); r(elease); l(ast).
-        (PamSgd(decoder_every=10), {}, "10:32a 20:32w 30:32wr 40:32 50:40wl"),
-        (PamSgd(decoder_every=10), {"smoothing": 0.3}, "10:32a 20:32w 30:32wr 40:32 50:40l"),
-        (
-            PamSgd(decoder_every=10),
-            {"smoothing": 0.3, "sparsity": "l1", "weight": 0.1},
-            "10:32a 20:32w 30:32wr 40:32 50:40al",
-        ),
-        (PamSgd(decoder_every=10), {"B": EYE}, "10:32ar 20:32w 30:32w 40:32 50:40wl"),
-        (
-            PamSgd(decoder_every=10),
-            {"act": MatchingPursuit(k=1)},
-            "10:32a 20:32w 30:32w 40:32 50:40wl",
-        ),
+        (EPOCHS, {}, "10:32a 20:32w 30:32wr 40:32 50:40wl"),
+        (EPOCHS, {"smoothing": 0.3}, "10:32a 20:32w 30:32wr 40:32 50:40l"),
+        (EPOCHS, {"smoothing": 0.3, **PENALTY}, "10:32a 20:32w 30:32wr 40:32 50:40al"),
+        (EPOCHS, {"B": EYE}, "10:32ar 20:32w 30:32w 40:32 50:40wl"),
+        (EPOCHS, {"act": MatchingPursuit(k=1)}, "10:32a 20:32w 30:32w 40:32 50:40wl"),
         (PamSgd(decoder_every=10, alpha=1.0), {}, "10:32 20:32 30:32r 40:32 50:40l"),
         (PamSgd(decoder_every=10, release=0.4), {}, "10:32a 20:32wr 30:32w 40:32 50:40wl"),
         (PamSgd(decoder_every=10, release=1.0), {}, "10:32a 20:32w 30:32w 40:32 50:40wl"),

@@ -154,16 +154,9 @@ def positive(side: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("side", [1, 7, 50])
-def test_cholesky_solves_and_estimates_the_condition(side):
-    whole, right = positive(side) + 0.5 * torch.eye(side), positive(side)[:, :3] + 1
-    factor = Direct(
-        None, lambda ridge: (positive(side) + ridge * torch.eye(side)).tril(), Ridge(0.5, 0.0)
-    )
-    solution = np.linalg.solve(whole.numpy(), right.numpy())
-    assert (factor.ridge.total, factor.raised) == (0.5, False)
-    np.testing.assert_allclose(factor.solve(right), solution, rtol=1e-9, atol=1e-9)
-    quadratic = (right.numpy() * solution).sum(0)
-    np.testing.assert_allclose(factor.quadratic(right.T), quadratic, rtol=1e-9)
+def test_the_condition_is_estimated_from_below(side):
+    whole = positive(side) + 0.5 * torch.eye(side)
+    factor = Direct(None, lambda ridge: whole.tril(), Ridge(0.5, 0.0))
     exactly = np.linalg.cond(whole.numpy())
     assert exactly / 4 <= factor.condition() <= exactly * (1 + 1e-9)
 
