@@ -63,7 +63,9 @@ Each folder of this repository with an SAE has a card.
 
 
 def writable(saved: SavedSAE, to: str, name: str, listener: Listener) -> SavedSAE:
-    """The SAE, or its stand-in, with a note, if a format has only that."""
+    """The SAE without names that only this machine knows, folders and stores; or, with a note, its stand-in, if a
+    format has only that."""
+    saved = replace(saved, origin=saved.origin.published(), transcodes=saved.is_transcoder)
     substitute = stand_in(saved, to)
     if substitute is None:
         return saved
@@ -96,7 +98,7 @@ def write_export(
     def written() -> Iterator[SavedSAE]:
         for sae in saes:  # opened one at a time, since a set may be larger than memory
             subject, saved = open_sae(home, sae, listener)
-            ready = writable(_without_local(saved), to, subject.name, listener)
+            ready = writable(saved, to, subject.name, listener)
             entries.append(
                 {
                     "run": subject.name,
@@ -124,10 +126,7 @@ def upload_measured(
     listener: Listener,
 ) -> dict[str, Any]:
     """Measure SAEs as they are in a format, and upload them with a card."""
-    saves = [
-        writable(_without_local(each.saved), to, each.subject.name, listener)
-        for each in measured_saes
-    ]
+    saves = [writable(each.saved, to, each.subject.name, listener) for each in measured_saes]
     written = [replace(each, saved=saved) for each, saved in zip(measured_saes, saves, strict=True)]
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, address.folder)
@@ -172,11 +171,6 @@ def folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
             "as someone/my-saes"
         )
     return address
-
-
-def _without_local(saved: SavedSAE) -> SavedSAE:
-    """Without names that only this machine knows: folders, stores."""
-    return replace(saved, origin=saved.origin.published(), transcodes=saved.is_transcoder)
 
 
 def exact_format(measured: Measured, listener: Listener) -> str:

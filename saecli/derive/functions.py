@@ -31,7 +31,7 @@ def refit(
     home: HomeLike = None,
     progress: Progress = False,
 ) -> SAE:
-    """An SAE with the exact decoder for given rows, its codes as they are; no files are written.
+    """An SAE with the exact decoder for given rows, its codes as they are; writes no files.
 
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
 
@@ -103,9 +103,8 @@ def export(
     home: HomeLike = None,
     progress: Progress = False,
 ) -> dict[str, Any]:
-    """Write an SAE in another library's format; CLI equivalent: `sae export`.
-
-    A topk is written as relu-topk, with a note, if the format has no other; `save_sae` refuses instead.
+    """Write an SAE in another library's format, a topk as relu-topk, with a note, if it has no other; CLI equivalent:
+    `sae export`.
 
     Args:
         sae, home, progress: as in `evaluate`; or several transcoders, one for each layer, for circuit-tracer.

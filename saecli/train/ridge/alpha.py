@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...base.devices import moved
 from .decoder import best_multiple
-from .system import PROBES, Factorisation, Sample, System, Terms
+from .system import PROBES, Factorisation, Sample, System, Terms, random_signs
 
 LEAST, MOST = 1e-7, 1e3  # alpha over A's mean diagonal; beyond, W is lost in rounding, or is T
 FACTOR = 3  # of the walk's steps, and steps in a long stride
@@ -82,7 +82,8 @@ def press_of(
     )
     rows, prefixes, _ = sample.psi.shape
     right = sample.C + terms.mu * W_t if terms.mu else sample.C  # (F, E)
-    signs = _mixing(E).to(right)
+    # Random sums of the columns determine c.
+    signs = (torch.eye(E) if E <= PROBES else random_signs(E)).to(right)
 
     def press(M: Factorisation) -> float:
         u, slack, residual = M.fits(sample)
@@ -101,13 +102,6 @@ def press_of(
         return (weight @ errors.square().sum((1, 2))).item()
 
     return press
-
-
-def _mixing(columns: int) -> Tensor:
-    """Random sums of the columns, which determine c."""
-    if columns <= PROBES:
-        return torch.eye(columns)
-    return 2.0 * torch.randint(2, (columns, PROBES), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:

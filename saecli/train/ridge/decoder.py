@@ -47,7 +47,7 @@ def method_for(
     solve: str = "auto",
     prefixes: Prefixes = (),
 ) -> Method:
-    """How to solve a decoder step: with "auto" by a factorisation if it fits in bytes of memory, else by iteration."""
+    """With "auto" a factorisation if it fits in bytes of memory, else an iteration."""
     solution = 6 * d_sae * d_out  # numbers of float64
     if rows < d_sae and not prefixes:
         # Codes, their centred and weighted copies, targets, products of N x N and their factor.
@@ -66,7 +66,7 @@ def method_for(
 
 @dataclass(frozen=True)
 class DecoderState:
-    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; float64."""
+    """A solved decoder, `W = c T0 + Delta`; float64."""
 
     c: float  # 0 without a direction
     Delta: Tensor  # (F, E); W itself without a direction

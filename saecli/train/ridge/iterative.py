@@ -12,7 +12,7 @@ from torch import Tensor
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes, SparseCodes, joined
 from .sums import BlockSums
-from .system import NOT_FINITE, PROBES, AllReduce, Factorisation, Inverse, Ridge, reduced
+from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, Ridge, random_signs, reduced
 
 MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
@@ -108,7 +108,7 @@ class StreamedCodes(BlockSums):
             self._kept.append(codes)
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """The sums, and later every product: processes must solve for the same right sides in the same order."""
+        """The sums, and later every product: processes solve for the same right sides in the same order."""
         self._all_reduce = all_reduce
         streams = self.count.new_tensor([self.streams])
         reduced([self.count, self.sum_z, self.sum_y, self.squares, self.zy, streams], all_reduce)
@@ -125,7 +125,7 @@ class StreamedCodes(BlockSums):
         return Iterative(self, ridge.raised_to(max(ridge.total, least)), shrink, decay)
 
     def times(self, V: Tensor, shrink: float) -> Tensor:
-        """`A V`, (F, C), with products in the codes' precision and sums in float64."""
+        """`A V`, (F, C): products in the codes' precision, sums in float64."""
         u = self.u
         mean = u @ V  # (C,)
         narrow_V, narrow_mean = V.to(self.start.dtype), mean.to(self.start.dtype)
@@ -160,9 +160,7 @@ class Iterative(Factorisation):
 
         Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix" (2007).
         """
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (len(self._diagonal), PROBES), generator=generator)
-        signs = signs.to(self._diagonal) * 2 - 1
+        signs = random_signs(len(self._diagonal)).to(self._diagonal)
         estimate = (signs * self.solve(signs)).mean(1)
         return Inverse(estimate.maximum(1 / self._diagonal), self._block)
 

@@ -1,4 +1,4 @@
-"""Normal equations solved by Cholesky: sums over many rows, in F dimensions, or few rows themselves, in N.
+"""Normal equations solved by Cholesky: sums over rows, in F dimensions, or few rows themselves, in N.
 
 N rows, B in a block; F = d_sae, E targets, C columns of a right side; `shrink` is s.
 """

@@ -21,7 +21,7 @@ AllReduce = Callable[[Tensor], Tensor]
 NOT_FINITE = (
     "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
 )
-PROBES = 64  # random vectors where all columns would cost too much
+PROBES = 64  # vectors of random signs where all columns would cost too much
 PIECE = 256  # rows of a matrix at a time, where all would take as much memory again
 
 
@@ -235,6 +235,11 @@ class Factorisation(ABC):
     def residual(self) -> float:
         """The largest so far, over its right side; nan without an iteration."""
         return math.nan
+
+
+def random_signs(length: int) -> Tensor:
+    """(length, `PROBES`), the same on every call."""
+    return 2.0 * torch.randint(2, (length, PROBES), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
