@@ -16,7 +16,7 @@ power diagram of its columns:
 
     R_S = {x : TopK keeps S} = {x : pi_i(x) < pi_j(x) for i in S, j not in S}
 
-Source: the paper on SAEs as piecewise affine splines, and its theorem on TopK SAEs and K-th order power diagrams. All
+Source: the paper on SAEs as piecewise affine splines, its theorem on TopK SAEs and K-th order power diagrams. All
 float64. Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
 """
 
@@ -57,14 +57,13 @@ class PowerDiagram:
 
     @classmethod
     def from_encoder(cls, W_enc: Tensor, b_enc: Tensor) -> Self:
-        """The diagram whose K-th order cells are the TopK encoder's, (D, F), (F,), for every K."""
+        """The diagram whose K-th order cells are the TopK encoder's, (D, F), (F,)."""
         centroids = W_enc.double().T
         return cls(centroids, centroids.square().sum(1) + 2 * b_enc.double())
 
     def power(self, x: Tensor) -> Tensor:
-        """`||x - mu_i||^2 - alpha_i`, (B, n), of rows (B, D), from true differences: expanding the square would compute
-        the pre-activations again, and prove nothing. Cost: B n D operations, in about ten times a product's time.
-        """
+        """`||x - mu_i||^2 - alpha_i`, (B, n), of rows (B, D), from true differences: an expanded square would compute
+        the pre-activations again, and prove nothing. Cost: about ten times a product's time."""
         from scipy.spatial.distance import cdist  # twice as fast as torch's
 
         squares = cdist(x.double().numpy(), self.centroids.numpy(), "sqeuclidean")
@@ -88,17 +87,15 @@ class Cells(ABC):
         """log10 of the number of possible supports."""
 
     def pre_activations(self, x: Tensor) -> Tensor:
-        """(B, F), of rows, (B, D)."""
         return self.sae.pre_activations(x.double())
 
     @abstractmethod
     def supports(self, pre: Tensor) -> Tensor:
-        """The latents that each row keeps, (B, F), bool; a kept latent whose pre-activation is 0 included."""
+        """The latents that each row keeps, (B, F), bool, also those with a pre-activation of 0."""
 
     @abstractmethod
     def margins(self, pre: Tensor) -> Tensor:
-        """The exact distance of each row to the boundary of its cell, (B,), in units of the rows; infinite where the
-        cell is the whole space."""
+        """Exact distances to the boundary of each row's cell, (B,), in units of the rows; infinite without boundary."""
 
     @abstractmethod
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
@@ -107,19 +104,17 @@ class Cells(ABC):
 
 @dataclass(frozen=True)
 class ThresholdedCells(Cells):
-    """Cells of latents that switch independently at thresholds t, (F,): every latent is one hyperplane."""
+    """Cells of latents that switch independently at thresholds t, (F,), each at one hyperplane."""
 
     boundary: ClassVar[str] = "hyperplanes"
     thresholds: Tensor
 
     @property
     def possible_log10(self) -> float:
-        """log10 of 2^F."""
         return self.sae.d_sae * math.log10(2)
 
     @cached_property
     def _norms(self) -> Tensor:
-        """||w_i||, (F,)."""
         return self.sae.W_enc.norm(dim=0)
 
     def distances(self, pre: Tensor) -> Tensor:
@@ -140,14 +135,14 @@ class ThresholdedCells(Cells):
 
 @dataclass(frozen=True)
 class LargestCells(Cells):
-    """Cells of the K largest, those of a K-th order power diagram; site s is of latent `s % F`. Each pair of a kept and
-    an unkept site is a hyperplane, K (n - K) of them per row.
+    """Cells of a K-th order power diagram; site s is of latent `s % F`. Each pair of a kept and an unkept site is a
+    hyperplane, K (n - K) per row.
 
-    The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i, of which one is at most zero. Its
-    diagram has the 2F sites +w_i and -w_i; its cells separate signs of the kept latents, which the SAE's do not.
+    The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i. The cells of its 2F sites +w_i and
+    -w_i separate signs of the kept latents, which the SAE's do not.
 
-    Few of them are ever measured: with r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
-    `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites.
+    Few swaps are ever measured: with r_i = ||mu_i - c|| and c the mean of the sites, none is nearer than
+    `(v_i - v_j) / (r_i + r_j)`.
     """
 
     boundary: ClassVar[str] = "swaps"
@@ -159,15 +154,14 @@ class LargestCells(Cells):
         return self.activation.k
 
     def kept(self, pre: Tensor) -> Tensor:
-        """The K latents that rank highest, (B, K)."""
         return self.activation.ranking(pre).topk(self.k, dim=-1).indices
 
     def values(self, pre: Tensor) -> Tensor:
-        """The values that rank the sites, (B, n): the pre-activations; where n = 2F followed by their negatives."""
+        """The values that rank the sites, (B, n); where n = 2F, pre-activations followed by their negatives."""
         return pre if len(self.diagram.weights) == self.sae.d_sae else torch.cat([pre, -pre], 1)
 
     def sites(self, kept: Tensor, pre: Tensor) -> Tensor:
-        """The sites of latents, (B, K): the latents themselves; where n = 2F those with their pre-activation's sign."""
+        """The sites of latents, (B, K); where n = 2F, those with the pre-activation's sign."""
         if len(self.diagram.weights) == self.sae.d_sae:
             return kept
         return kept + self.sae.d_sae * (pre.gather(1, kept) < 0)
@@ -180,14 +174,13 @@ class LargestCells(Cells):
 
     @cached_property
     def _reach(self) -> Tensor:
-        """r_i, (n,)."""
         return (self.diagram.centroids - self.diagram.centroids.mean(0)).norm(dim=1)
 
     def supports(self, pre: Tensor) -> Tensor:
         return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.kept(pre), True)
 
     def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""
+        """Site values (B, n), kept sites (B, K), and the bound on each site's nearest swap (B, n)."""
         kept = self.kept(pre)
         values, inside = self.values(pre), self.sites(kept, pre)
         lowest = values.gather(1, inside).amin(1, keepdim=True)
@@ -201,8 +194,8 @@ class LargestCells(Cells):
     def margins(self, pre: Tensor) -> Tensor:
         """`min over i in S, j not in S of (v_i - v_j) / ||mu_i - mu_j||`, (B,), exact.
 
-        Cost: O(n) per row, and O(D) for each of the few swaps that the bound does not rule out; the search widens for
-        rows whose first candidates do not prove the minimum.
+        Cost: O(n) per row, and O(D) for each swap that the bound does not rule out. The search widens until the
+        candidates prove the minimum.
         """
         values, inside, bound = self._sides(pre)
         # Candidates are the sites of the latents not kept.
@@ -225,7 +218,7 @@ class LargestCells(Cells):
     def _nearest_swap(
         self, values: Tensor, inside: Tensor, bound: Tensor, width: int, outside: int
     ) -> tuple[Tensor, Tensor]:
-        """The nearest of the `width` swaps of smallest bound, and whether the bounds of the others prove it, (B,)."""
+        """The nearest of the `width` swaps of smallest bound, and whether the other bounds prove it, (B,)."""
         bounds, j = _smallest(bound, width, outside)  # (B, |j|)
         others = bounds[:, -1]
         gaps = values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]
@@ -242,14 +235,13 @@ class LargestCells(Cells):
         return nearest, ~(nearest > others)  # a row of NaN has margin NaN, and is done
 
     def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
-        """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
+        """`||mu_i - mu_j||` from true differences, of indices (B, P)."""
         mu = self.diagram.centroids
         step = max(1, BLOCK // mu.shape[1])
         pairs = zip(i.flatten().split(step), j.flatten().split(step), strict=True)
         return torch.cat([(mu[a] - mu[b]).norm(dim=-1) for a, b in pairs]).view_as(i)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """Cost: O(n) per row, and O(K D) for each entrant within the bound."""
         values, inside, bound = self._sides(pre)
         mu = self.diagram.centroids
         counts = []
@@ -261,8 +253,8 @@ class LargestCells(Cells):
 
 
 def _smallest(bounds: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
-    """The `width` smallest of `count` finite bounds in each row and the next, infinite if there is none,
-    (B, width + 1), and the indices of all but the next, (B, width)."""
+    """The `width` smallest of `count` finite bounds per row and the next, infinite without one, (B, width + 1), and
+    the indices of all but the next."""
     width = min(width, count)
     smallest = bounds.topk(min(width + 1, count), largest=False)
     values = smallest.values
@@ -275,8 +267,8 @@ def _smallest(bounds: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
 class ReluTopKCells(Cells):
     """Cells of the K largest clipped at zero.
 
-    A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
-    latents kept are the positive ones, and no swap among the others matters: it lies in a cell of relu.
+    A row with K positive latents or more lies in a topk cell, cut at `v_i = 0` of the kept latents; with fewer in a
+    cell of relu, since no swap among the others matters.
     """
 
     boundary: ClassVar[str] = "hyperplanes"
@@ -285,7 +277,7 @@ class ReluTopKCells(Cells):
 
     @property
     def possible_log10(self) -> float:
-        """log10 of sum_j C(F, j), j from 0 to K."""
+        """log10 of sum_j C(F, j) up to j = K."""
         F = self.sae.d_sae
         j = torch.arange(self.largest.k + 1, dtype=torch.float64)
         logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)
@@ -296,11 +288,10 @@ class ReluTopKCells(Cells):
         return (pre > 0).sum(1) >= self.largest.k
 
     def supports(self, pre: Tensor) -> Tensor:
-        """The latents among the K largest that are positive, (B, F)."""
         return self.largest.supports(pre) & (pre > 0)
 
     def margins(self, pre: Tensor) -> Tensor:
-        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); with fewer than K positive latents relu's."""
+        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); relu's with fewer than K positive latents."""
         margins, full = self.relu.margins(pre), self._is_full(pre)
         kept = self.largest.supports(pre[full])
         zeros = self.relu.distances(pre[full]).masked_fill(~kept, torch.inf).amin(1)
@@ -350,7 +341,7 @@ CELLS: dict[type[Activation], Callable[[SAE], Cells]] = {
 
 
 def check_cells(activation: Activation) -> None:
-    """ConfigError for an activation without cells, or with none known here."""
+    """ConfigError for an activation without known cells."""
     if not isinstance(activation, tuple(CELLS)):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, tuple(CELLS))]
         raise ConfigError(
@@ -360,7 +351,7 @@ def check_cells(activation: Activation) -> None:
 
 
 def cells_of(sae: SAE) -> Cells:
-    """The partition that an SAE makes of its input space; ConfigError as by `check_cells`."""
+    """The partition of an SAE's input space; ConfigError as by `check_cells`."""
     check_cells(sae.activation)
     kind = next(kind for kind in CELLS if isinstance(sae.activation, kind))
     return CELLS[kind](sae.copy_to(torch.float64))
@@ -369,14 +360,12 @@ def cells_of(sae: SAE) -> Cells:
 def agreement(cells: Cells, batches: Iterable[Tensor]) -> dict[str, Any] | None:
     """Compare each row's support with its K nearest power cells; batches are (B, D) each.
 
-    A row is a tie where a latent inside and one outside its support differ by less than the rounding errors of both
-    computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.
+    A row is a tie where a latent inside and one outside its support differ by less than the rounding errors,
+    `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.
 
     Returns:
         `agreement`, the fraction of `rows` less `ties` whose K nearest sites are their support, 1 by the theorem, None
-        if all are ties; `sites` and `order`, K, of the diagram. None for cells that are not a diagram's.
-
-    Cost: `PowerDiagram.power` of all rows.
+        without any; `sites` and `order`, K, of the diagram. None for cells that are not a diagram's.
     """
     if not isinstance(cells, LargestCells):
         return None
@@ -392,7 +381,7 @@ def agreement(cells: Cells, batches: Iterable[Tensor]) -> dict[str, Any] | None:
 
 
 def _compare(cells: LargestCells, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each row's support is beyond rounding, and whether the two supports are equal, (B,) each."""
+    """Which rows' supports are beyond rounding, and which pairs of supports are equal, (B,) each."""
     pre, diagram = cells.pre_activations(x), cells.diagram
     kept = cells.kept(pre)  # (B, K)
     nearest = diagram.nearest(x, cells.k) % cells.sae.d_sae  # (B, K)

@@ -4,8 +4,7 @@
     local complexity:   boundary hyperplanes within a radius of x
     on a cell:          x_hat = x A_S + a_S        A_S = W_enc[:, S] W_dec[S, :]        rank A_S <= min(|S|, D)
 
-Source: the paper on SAEs as piecewise affine splines; Humayun et al., "SplineCam: Exact visualization and
-characterization of deep network geometry and decision boundaries" (2023), for local complexity.
+Source: the paper on SAEs as piecewise affine splines; Humayun et al., "SplineCam" (2023), for local complexity.
 Shapes: N training rows, B rows measured, D = d_in, F = d_sae.
 """
 
@@ -57,7 +56,7 @@ class Census:
     _growth: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, keys: list[bytes], active: int) -> None:
-        """Count rows in cells, by `support_keys`; `active` is the sum of their L0."""
+        """Count rows by `support_keys`; `active` is the sum of their L0."""
         self.active += active
         for key in keys:
             self.counts[key] += 1
@@ -76,13 +75,13 @@ class Census:
         return self._growth if self._growth[-1:] == [last] else [*self._growth, last]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Rows in each visited cell, descending."""
+        """Rows in visited cells, descending."""
         sizes = np.fromiter(self.counts.values(), np.int64, len(self.counts))
         return np.sort(sizes)[::-1]
 
     def occupancy(self) -> dict[str, Any]:
-        """`mean` and `max` rows in a visited cell, `singletons` (cells with one row), `entropy` of the distribution of
-        rows over cells in nats, `effective` = exp(entropy), and `growth`."""
+        """`mean` and `max` rows in a visited cell, `singletons` (cells with one row), `entropy` of rows over cells in
+        nats, `effective` = exp(entropy), and `growth`."""
         sizes = self.sizes()
         entropy = float(np.log(self.rows) - sizes / self.rows @ np.log(sizes))
         return {
@@ -239,20 +238,17 @@ def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
 
 
 def _rows_or_sample(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:
-    """All rows in batches of `size`, or if there are more than `most`, `most` of them in random order."""
-    return rows.sequential(size) if rows.rows <= most else _sample(rows, most, size)
-
-
-def _sample(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
-    """`count` rows in batches of `size`, in the same random order each time."""
-    for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-count // size)):
-        yield batch[:count]
-        count -= len(batch)
+    """All rows in batches of `size`, or of more than `most`, `most` of them in one random order."""
+    if rows.rows <= most:
+        yield from rows.sequential(size)
+        return
+    for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-most // size)):
+        yield batch[:most]
+        most -= len(batch)
 
 
 @torch.no_grad()
 def visit_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Visited:
-    """One pass over a number of rows, in batches of (any number, D)."""
     census = Census()
     margins, sample = [], []
     sampled = np.zeros(rows, bool)
@@ -276,21 +272,20 @@ def margins_of(cells: Cells, x: Tensor, pre: Tensor) -> NDArray[np.float64]:
 
 
 def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
-    """The distribution of margins, (B, 2), in units of the rows, and as `relative` in units of each row's norm."""
     margin, relative = margins.T
     return {**describe(margin), "relative": describe(relative)}
 
 
 @torch.no_grad()
 def local_complexity(cells: Cells, rows: NDArray[np.floating], radius: float) -> NDArray[np.int64]:
-    """Boundary hyperplanes within the radius of each of at most 1000 of the rows, (B, D)."""
+    """Boundary hyperplanes within a radius of at most 1000 of the rows, (B, D)."""
     x = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
     return cells.crossings(cells.pre_activations(x), radius).numpy()
 
 
 @torch.no_grad()
 def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
-    """The rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
+    """Ranks of the SAE's map on the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
     x = torch.from_numpy(spread_out(rows, RANK_ROWS))
     supports = torch.unique(cells.supports(cells.pre_activations(x)), dim=0)
     ranks = np.array([map_rank(cells.sae, support.nonzero()[:, 0]) for support in supports])
@@ -299,7 +294,7 @@ def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
 
 
 def describe(values: NDArray) -> dict[str, float]:
-    """Mean, extremes and quantiles of numbers, (B,), B > 0, which may be infinite."""
+    """Mean and quantiles of numbers, (B,), B > 0, which may be infinite."""
     # The nearest rank, since interpolating between infinities gives no number.
     at = np.quantile(values, [*QUANTILES.values()], method="nearest").astype(float).tolist()
     return {"mean": float(values.mean()), **dict(zip(QUANTILES, at, strict=True))}
@@ -310,19 +305,16 @@ def batch_size(d_sae: int) -> int:
 
 
 def sample_capacity(d_in: int) -> int:
-    """Rows of a sample: 50,000, or fewer to stay within 256 MiB."""
     return max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * d_in)))
 
 
 def map_rank(sae: SAE, support: Tensor) -> int:
-    """The rank of the affine map of an SAE in float64 on the cell that keeps the latents `support`, (|S|,).
-
-    Cost: O(D |S|^2) for two QR factorisations; the product of the triangles has the map's singular values.
-    """
+    """The rank of a float64 SAE's affine map on the cell that keeps the latents `support`, (|S|,). Cost: O(D |S|^2)."""
     if not len(support):
         return 0
     left, right = sae.W_enc[:, support], sae.W_dec[support]
     if len(support) >= sae.d_in:
         return int(torch.linalg.matrix_rank(left @ right))
+    # The product of the triangles has the map's singular values.
     inner = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right.T, mode="r").R.T
     return int(torch.linalg.matrix_rank(inner))

@@ -4,8 +4,8 @@ On a plane `o + u B`, with B orthonormal, an encoder is an encoder of two dimens
 
     (o + u B) W_enc + b_enc = u (B W_enc) + (o W_enc + b_enc)
 
-so the cells that the plane meets are exactly the cells of that small SAE. Source: the paper on power diagrams as
-sections of diagrams in more dimensions. Shapes: D = d_in, F = d_sae, P pixels per side, C cells.
+so the cells that the plane meets are exactly those of that small SAE. Source: the paper on power diagrams as sections
+of diagrams in more dimensions. Shapes: D = d_in, F = d_sae, P pixels per side, C cells.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class Plane:
 
     @classmethod
     def through(cls, rows: Tensor) -> Self:
-        """The plane through three rows, (3, D), its origin the first and its first axis towards the second; ConfigError
-        where they lie on one line."""
+        """The plane through three rows, (3, D), its first axis from the first, its origin, towards the second;
+        ConfigError where they lie on one line."""
         rows = rows.double()
         sides = rows[1:] - rows[0]
         axes, sizes = torch.linalg.qr(sides.T)
@@ -53,8 +53,8 @@ class Plane:
 
     @classmethod
     def principal(cls, rows: NDArray[np.floating]) -> Self:
-        """The plane through the mean of rows, (M, D), along their first two principal components; for D <= 2 the space
-        itself. At most 2048 rows are used."""
+        """The plane through the mean of rows, (M, D), along their first two principal components; for D <= 2 the
+        space."""
         D = rows.shape[1]
         if D <= 2:
             return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
@@ -66,11 +66,11 @@ class Plane:
         return cls(torch.from_numpy(mean), torch.from_numpy(basis.copy()))
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Orthogonal projections of rows, (B, D), on the plane, (B, 2)."""
+        """Orthogonal projections of rows, (B, D), (B, 2)."""
         return (x.double() - self.origin) @ self.basis.T
 
     def section(self, sae: SAE) -> SAE:
-        """The SAE of two dimensions that acts on the plane's coordinates; its reconstructions are projected on it."""
+        """The SAE that acts on the plane's coordinates, its reconstructions projected on it."""
         sae = sae.copy_to(torch.float64)
         return sae.changed(
             W_enc=self.basis @ sae.W_enc,
@@ -81,8 +81,8 @@ class Plane:
 
 
 def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
-    """The rows that a picture's plane goes through, (D,) each, by their numbers in stored order, given `pca` for none,
-    three numbers, or a text such as `0,5,9`; ConfigError also where they lie on one line."""
+    """The rows that a plane goes through, (D,) each, by number in stored order, given `pca` for none, three numbers, or
+    a text such as `0,5,9`; ConfigError also where they lie on one line."""
     if chosen == "pca":
         return {}
     words = chosen.split(",") if isinstance(chosen, str) else [str(number) for number in chosen]
@@ -101,8 +101,7 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
 
 
 def bounds_of(points: Tensor, corners: Tensor) -> Bounds:
-    """A square around points on a plane, (M, 2), M > 0, less a hundredth of them on each side, and around all of
-    `corners`, (any number, 2)."""
+    """A square around points, (M, 2), M > 0, less a hundredth on each side, and around `corners`, (any number, 2)."""
     low, high = (torch.quantile(points, q, dim=0) for q in (0.01, 0.99))
     low, high = torch.cat([low[None], corners]).amin(0), torch.cat([high[None], corners]).amax(0)
     half = float((high - low).max()) * 0.6 or 1.0
@@ -119,10 +118,8 @@ class PlaneCells:
 
 @torch.no_grad()
 def plane_cells(cells: Cells, bounds: Bounds, pixels: int | None = None) -> PlaneCells:
-    """Find the cells within bounds on a plane, given its partition, `cells_of(plane.section(sae))`.
-
-    P is 240 to 640, within `LATENT_PIXELS`, unless given; cells smaller than a pixel may be missed. Cost: O(F P^2).
-    """
+    """The cells within bounds on a plane, given `cells_of(plane.section(sae))`; those smaller than a pixel may be
+    missed. P is by default 240 to 640, within `LATENT_PIXELS`. Cost: O(F P^2)."""
     P = pixels or int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS))
     left, right, bottom, top = bounds
     steps = (torch.arange(P, dtype=torch.float64) + 0.5) / P

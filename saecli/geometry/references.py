@@ -6,10 +6,9 @@
     SAE          affine on each of its cells, all from the same dictionary vectors
     local PCA    x_hat = m_c + (x - m_c) V_c V_c'       V_c the first r principal directions of the cell's rows
 
-Local PCA minimises `sum ||x - x_hat||^2` over all maps that are affine of rank r on each cell; k-means is rank 0. All
-three are in the metric of the SAE's training.
-Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal piecewise affine
-autoencoder. Shapes: N training rows, M rows measured, D = d_in, C cells, r = rank.
+Local PCA minimises `sum ||x - x_hat||^2` over all maps affine of rank r on each cell; k-means is rank 0. All are in the
+metric of the SAE's training. Source: the paper on SAEs as a bridge between k-means and local PCA, its theorem on the
+optimal piecewise affine autoencoder. Shapes: N training rows, M rows measured, D = d_in, C cells, r = rank.
 """
 
 import math
@@ -43,10 +42,8 @@ def measure_references(
 ) -> dict[str, Any]:
     """Fit k-means and local PCA on `train`, (N, D); measure them and the SAE on `rows`, (M, D).
 
-    k-means has `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one; its rank is the SAE's on
-    its own cells, K or the mean L0, at most D.
-
-    Cost: two k-means fits of at most `MINIBATCH_WORK` products, and an SVD per cell.
+    k-means has `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one; `rank` is the SAE's on
+    its cells, K or the mean L0, at most D. Cost: two k-means fits of `MINIBATCH_WORK` products, an SVD per cell.
     """
     rank = min(rank, train.shape[1])
     scale = sae.normalisation.target_scale.numpy()
@@ -85,7 +82,7 @@ def reconstruct(sae: SAE, rows: RowArray) -> RowArray:
 
 
 def fvu(rows: RowArray, reconstruction: RowArray) -> float:
-    """FVU; if all rows are equal infinite, as in `sae eval`, or NaN without a residual."""
+    """FVU; if all rows are equal, infinite, or NaN without a residual."""
     residual = float(np.square(reconstruction - rows.astype(np.float64)).sum())
     spread = float(np.square(rows - rows.mean(0, dtype=np.float64)).sum())
     if spread > 0:
@@ -95,10 +92,10 @@ def fvu(rows: RowArray, reconstruction: RowArray) -> float:
 
 def kmeans(train: RowArray, count: int) -> Any:
     """scikit-learn's fitted estimator of at most `count` <= N cells of training rows, (N, D): KMeans from k-means++
-    until it converges; above `CAREFUL_WORK` MiniBatchKMeans, from random rows in three passes, with fewer cells where
-    these would exceed `MINIBATCH_WORK`.
+    until it converges; above `CAREFUL_WORK` MiniBatchKMeans from random rows, with fewer cells where its passes would
+    exceed `MINIBATCH_WORK`.
 
-    Source: Sculley, "Web-scale k-means clustering" (2010), for the mini-batches.
+    Source: Sculley, "Web-scale k-means clustering" (2010), for mini-batches.
     """
     from sklearn.cluster import KMeans, MiniBatchKMeans  # half a second that only this needs
     from sklearn.exceptions import ConvergenceWarning
@@ -122,7 +119,6 @@ def kmeans(train: RowArray, count: int) -> Any:
 
 
 def nearest(rows: RowArray, centres: RowArray) -> Assignment:
-    """The nearest centre to each row, (M,)."""
     from sklearn.metrics import pairwise_distances_argmin
 
     return pairwise_distances_argmin(rows, centres.astype(rows.dtype))
@@ -131,8 +127,7 @@ def nearest(rows: RowArray, centres: RowArray) -> Assignment:
 class LocalPCA:
     """Local PCA on the cells nearest to centres, (C, D), fitted on training rows, (N, D).
 
-    `labels`, (N,), are the training rows' cells if others than the nearest. A centre stands in for the mean of a cell
-    without training rows.
+    `labels`, (N,), are the training rows' cells, by default the nearest. A centre is the mean of a cell without rows.
     """
 
     def __init__(
@@ -153,10 +148,7 @@ class LocalPCA:
         return principal_directions(self._train[self._members[cell]] - self.mean(cell))
 
     def reconstruct(self, rows: RowArray, rank: int, labels: Assignment | None = None) -> RowArray:
-        """`x_hat`, (M, D), float64, of rows, (M, D), by r directions in each cell; `labels` as in `__init__`.
-
-        Cost: one SVD per cell with rows, O(N D min(N / C, D)) in all; none for rank 0.
-        """
+        """`x_hat`, (M, D), float64, of rows, (M, D). Cost: an SVD per cell, O(N D min(N / C, D)); none for rank 0."""
         labels = nearest(rows, self.centres) if labels is None else labels
         result = np.empty(rows.shape)
         for cell, inside in enumerate(members(labels, len(self.centres))):
@@ -171,9 +163,8 @@ class LocalPCA:
 
 
 def principal_directions(rows: RowArray) -> RowArray:
-    """The principal directions of rows about zero, (N, D), orthonormal, (D, r), those of largest variance first;
-    float64, r at most min(N - 1, D): those of fewer rows than dimensions need a fraction `LEAST_VARIANCE` of the
-    largest variance. Cost: O(N D min(N, D))."""
+    """Principal directions of rows about zero, (N, D), orthonormal, (D, r), largest variance first, float64; r is at
+    most min(N - 1, D); for N <= D, variances under `LEAST_VARIANCE` of the largest are out. Cost: O(N D min(N, D))."""
     N, D = rows.shape
     r = min(N - 1, D)
     if r < 1:
@@ -187,6 +178,5 @@ def principal_directions(rows: RowArray) -> RowArray:
 
 
 def members(labels: Assignment, count: int) -> list[NDArray[np.int64]]:
-    """The rows in each of `count` cells, given the cell of each row."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.searchsorted(labels[order], np.arange(1, count)))

@@ -6,8 +6,8 @@
     random weights    the run's training on the activations of its model with weights drawn anew, at the same tokens
 
 Fixed weights are the run's at the start: unit directions for the encoder, times one number fitted to the rows, and a
-decoder W_enc' B, B the identity or, for a transcoder, the regression of the targets on the rows. No latent is
-revived there, since that would aim it at rows.
+decoder W_enc' B, B the identity or, for a transcoder, the regression of targets on rows. No latent is revived there,
+which would aim it at rows.
 
 Sources: Korznikov et al., "Sanity Checks for Sparse Autoencoders: Do SAEs Beat Random Baselines?", arXiv:2602.14111
 (fixed encoder and decoder); Heap et al., "Sparse Autoencoders Can Interpret Randomly Initialized Transformers",
@@ -79,15 +79,13 @@ _Replaced = Callable[[Sequence[RowSource]], Sequence[ArrayRows]]
 
 @dataclass(frozen=True)
 class Controls:
-    """The trainings of controls, each measured as a line of the table."""
-
     run: Measured  # the run's SAE and held-out rows
     plan: Plan  # of the run, without rows to measure after each epoch
     listener: Listener
     notes: list[str]  # sentences on controls that are left out; grows
 
     def model_spec(self, model: str | None) -> str | None:
-        """The model that the rows came from, as it is named here, if given; ConfigError if they are of several."""
+        """The model that the rows came from, if given; ConfigError if they are of several."""
         if model is None:
             return None
         rows = self.run.rows
@@ -118,7 +116,7 @@ class Controls:
         return self._lines(measured, model, tokens)
 
     def on_other_rows(self, control: str, replaced: _Replaced) -> list[_Line]:
-        """The run's training on rows in place of its own; with mcc by the directions of its own."""
+        """The run's training on other rows; mcc is by the directions of its own."""
         if control == SHUFFLED and self.run.rows.d_target:
             self.notes.append(
                 f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
@@ -172,9 +170,9 @@ class Controls:
 
 
 def shuffle_columns(rows: RowSource, seed: int) -> ArrayRows:
-    """Rows without targets, each dimension permuted by itself: every marginal stays, all other structure goes.
+    """Rows without targets, each dimension permuted by itself: only marginals stay.
 
-    Cost: 4 N D bytes, and 7 s per 100 million numbers on one core.
+    Cost: 4 N D bytes, 7 s per 100 million numbers on one core.
     """
     x = np.empty((rows.rows, rows.d_in), np.float32)
     done = 0
@@ -193,9 +191,9 @@ def _like(rows: RowSource, x: np.ndarray, y: np.ndarray | None = None) -> ArrayR
 
 
 def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], None]) -> ArrayRows:
-    """A model's activations at the hook points and tokens of stores' rows, and of their target's, in stored order.
+    """A model's activations at the hook points and tokens of rows and their target, in stored order.
 
-    Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
+    Cost: a forward pass up to the last hook point; 4 N (D + E) bytes.
     """
     from ..model.windows import pass_tokens  # transformers takes seconds to import
 

@@ -27,15 +27,13 @@ COST_ROWS = 1024  # rows of the matrix of cosines that are converted to float64 
 
 @torch.no_grad()
 def best_pairs(first: Tensor, second: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Match the rows of two matrices, (F, D) and (G, D), one to one, to maximise the sum of their `|cosine|`; on one
-    device.
+    """Match the rows of two matrices, (F, D) and (G, D), one to one, to maximise the sum of their `|cosine|`.
 
-    Returns the matched rows' indices, ascending, and those of their counterparts, (M,) each. The cosine with a vector
-    of zeros is 0. The assignment is exact; cosines are products in float32.
+    Returns the matched rows' indices, ascending, and their counterparts', (M,) each. The cosine with a vector of zeros
+    is 0. The assignment is exact, of cosines in float32.
 
-    Cost: F G D multiplications for the cosines, and at worst M^2 max(F, G) steps for the assignment (of Jonker and
-    Volgenant's kind, which the field calls Hungarian), on one core whatever the device; 8 F G bytes. Measured on one
-    busy core, with the largest memory beyond the SAEs':
+    Cost: F G D multiplications, and at worst M^2 max(F, G) steps of Jonker and Volgenant's assignment (which the field
+    calls Hungarian), on one core whatever the device; 8 F G bytes. Measured on one busy core, memory beyond the SAEs':
 
         latents    d_in    half of the vectors random    all of them random    memory
         4,096      768     2.2 s                         2.1 s                 0.4 GB
@@ -60,17 +58,13 @@ def best_pairs(first: Tensor, second: Tensor) -> tuple[NDArray[np.int64], NDArra
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Decoder vectors next to the directions of known features, both of length 1, in float32 on one device.
-
-    Measures as in `sae_lens.synthetic.evals`, SAELens 6.54.
-    """
+    """Decoder vectors and directions of known features, of length 1; measures as in `sae_lens.synthetic.evals` 6.54."""
 
     latents: Tensor  # (F, D)
     features: Tensor  # (G, D)
 
     @classmethod
     def of(cls, W_dec: Tensor, directions: Tensor) -> "Alignment":
-        """The alignment of a decoder, (F, D), with directions, (G, D)."""
         return cls(
             normalize(W_dec.float(), eps=LEAST_NORM),
             normalize(directions.to(W_dec.device).float(), eps=LEAST_NORM),
@@ -83,11 +77,11 @@ class Alignment:
 
     @cached_property
     def nearest(self) -> Tensor:
-        """The feature that each latent is taken to detect, by the largest |cosine|, (F,), int64."""
+        """The feature that each latent is taken to detect, of largest |cosine|, (F,), int64."""
         return self.cosines.abs().argmax(1)
 
     def mcc(self) -> float:
-        """Mean |cosine| under the best one-to-one matching of latents and features, in [0, 1]; cost as `best_pairs`."""
+        """Mean |cosine| of the `best_pairs` of latents and features, in [0, 1]."""
         sizes = self.cosines.abs().numpy()
         return float(sizes[best_pairs(self.latents, self.features)].mean(dtype=np.float64))
 
@@ -100,12 +94,9 @@ class Alignment:
 def neighbours(
     sae: SAE, chosen: Tensor, count: int, show: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
-    """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors in the metric of training.
+    """The nearest other latents to chosen ones, (C,), by cosine of decoder vectors in the metric of training.
 
-    Returns:
-        The cosines, (C, count), descending, 0 for a vector of zeros, and the neighbours, (C, count), int64; on the CPU;
-        count is at most F - 1.
-
+    Returns the cosines, descending, 0 for a vector of zeros, and the neighbours, (C, count at most F - 1), on the CPU.
     Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
     """
     directions = normalize(sae.W_dec / sae.normalisation.target_scale)

@@ -1,8 +1,7 @@
-"""A language model behind a server that speaks OpenAI's chat completions: vLLM, llama.cpp, `transformers serve`, or a
-hosted one.
+"""A language model behind a server of OpenAI's chat completions: vLLM, llama.cpp, `transformers serve`, or hosted.
 
-Answers are kept in a file of JSON lines, each under a hash of its request: a command that was killed goes on where it
-was, and a second one sends nothing. Keys come from the environment, and are neither kept nor printed.
+Answers are kept in a file of JSON lines, by a hash of the request: a killed command goes on where it was, a second one
+sends nothing. Keys come from the environment, and are neither kept nor printed.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ Ask = Callable[[Sequence[Chat]], Sequence[str]]  # returns answers
 
 @dataclass(frozen=True)
 class Server:
-    """A server of chat completions, and how it is asked; see the options of `explain`."""
+    """See the options of `explain`."""
 
     endpoint: str | None
     model_name: str | None
@@ -76,8 +75,6 @@ class Server:
 
 
 class Endpoint:
-    """Asks a server, or the file of its earlier answers."""
-
     def __init__(self, server: Server, answers: Path, listener: Listener) -> None:
         self.server, self._path, self.listener = server, answers, listener
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -88,7 +85,7 @@ class Endpoint:
                 self.answers |= parse_json(line, dict[str, str])
 
     def planned(self, work: Callable[[Ask], object]) -> dict[str, int]:
-        """What `work` would ask: requests, those `kept`, and the others' tokens: read (about), written (at most)."""
+        """What `work` would ask: requests, those `kept`, the others' tokens: read (about), written (at most)."""
         sizes: dict[str, int] = {}
 
         def ask(chats: Sequence[Chat]) -> list[str]:
@@ -106,7 +103,7 @@ class Endpoint:
         }
 
     def ask(self, chats: Sequence[Chat]) -> list[str]:
-        """The answer to each chat; ModelError if the server does not answer, or refuses."""
+        """Answers; ModelError if the server does not answer, or refuses."""
         asked = {self.server.hash(chat): chat for chat in chats}
         new = {hash: chat for hash, chat in asked.items() if hash not in self.answers}
         if new:
@@ -185,7 +182,7 @@ class Endpoint:
             ) from error
 
     def _shown(self, words: str) -> str:
-        """The beginning of a server's words in one line, without what is secret."""
+        """The beginning of a server's words, without secrets."""
         for secret, shown in ((self._key, "..."), (str(self.server.endpoint), self.server.address)):
             words = words.replace(secret or "\0", shown)
         return one_line(ValueError(words))

@@ -1,7 +1,7 @@
-"""Excerpts of texts on which a latent fires, and of others: from some to label it, from others to score the label.
+"""Excerpts of texts on which a latent fires, and of others, to label it and to score the label.
 
-They come from two samples of a store's documents, of training and of held-out rows, in memory: at most `TRAIN_ROWS`,
-`TEST_ROWS` and, of each, `MOST_CODES` codes (8 bytes each) or one batch. Cost: encoding them once.
+They come from two samples of a store's documents, of training and of held-out rows: at most `TRAIN_ROWS`, `TEST_ROWS`
+and, of each, `MOST_CODES` codes (8 bytes each) or one batch. Cost: encoding them once.
 
 Shapes: n tokens of both samples, W windows, E excerpts, C chosen latents, F = d_sae.
 """
@@ -32,8 +32,6 @@ TRIES = 10  # random windows looked at for each silent one wanted
 
 @dataclass(frozen=True)
 class Excerpt:
-    """One latent's codes on consecutive tokens of a text."""
-
     tokens: tuple[str, ...]
     codes: tuple[float, ...]  # 0 where it is silent
     is_row: tuple[bool, ...]  # whether the store has a row of the token; without one it has no code
@@ -41,8 +39,6 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class LatentExcerpts:
-    """The excerpts from which a latent is labelled, and those on which its label is scored."""
-
     latent: int
     # Of training rows: the strongest, then sampled over the range of codes.
     shown: tuple[Excerpt, ...]
@@ -57,7 +53,7 @@ Spans = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of both samples, window after window, with all latents' codes, and the latents chosen for excerpts."""
+    """The tokens of both samples, window after window, with all latents' codes."""
 
     tokens: np.ndarray  # ids, (n,)
     positions: np.ndarray  # in the model's window, (n,); -1 for tokens that are no rows
@@ -68,12 +64,11 @@ class Corpus:
 
     @cached_property
     def windows(self) -> np.ndarray:
-        """The window of each token, (n,)."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
     @cached_property
     def _cells(self) -> np.ndarray:
-        """The cell of each token, (n,): windows are cut into cells of an excerpt's length."""
+        """Windows are cut into cells of an excerpt's length; each token's, (n,)."""
         inside = np.arange(len(self.tokens)) - self.starts[self.windows]
         return np.cumsum(inside % LABEL_EXCERPT.length == 0)
 
@@ -87,7 +82,7 @@ class Corpus:
         return self.codes.indices[slice(*self.codes.indptr[latent : latent + 2])]
 
     def peaks(self, latent: int, train: bool) -> np.ndarray:
-        """The tokens at which a latent peaks in each cell of a sample, the strongest first."""
+        """The tokens at which a latent peaks in cells of a sample, the strongest first."""
         tokens, part = self.fires(latent), slice(*self.codes.indptr[latent : latent + 2])
         in_sample = (tokens < self.trained) == train
         tokens, sizes = tokens[in_sample], abs(self.codes.data[part][in_sample])
@@ -96,7 +91,6 @@ class Corpus:
         return tokens[order[np.sort(first)]]
 
     def around(self, tokens: np.ndarray) -> np.ndarray:
-        """The excerpts around tokens, each once, (E, 2)."""
         windows = self.windows[tokens]
         spans = np.stack(
             LABEL_EXCERPT.bounds(tokens, self.starts[windows], self.starts[windows + 1]), axis=1
@@ -132,8 +126,8 @@ class Corpus:
 def gather(
     run: Measured, latents: Sequence[int] | None, count: int | None, listener: Listener
 ) -> Corpus:
-    """Read and encode both samples of the run's store, which keeps tokens, and choose latents: those given, or all that
-    fire, or `count` of them at random."""
+    """Read and encode both samples of a store that keeps tokens; of the latents given, or all that fire, `count` at
+    random are chosen."""
     training = _some(run, "train", TRAIN_ROWS)
     cofiring = CoFiring(run.sae.d_sae, training.rows.rows)
     train = list(_sample(training, cofiring, listener))
@@ -154,7 +148,7 @@ def gather(
 
 
 def _some(run: Measured, which: Which, rows: int) -> Measured:
-    """The run with about this number of the rows of a split, of documents drawn by their hash."""
+    """The run with about this number of a split's rows, of documents drawn by hash."""
     part = min(1.0, rows / max(1, run.store.rows * (TEST_FRACTION if which == "test" else 1)))
     choice = {"test_fraction": part * TEST_FRACTION}
     if which == "train":
@@ -167,7 +161,7 @@ def _some(run: Measured, which: Which, rows: int) -> Measured:
 def _sample(
     run: Measured, cofiring: CoFiring | None, listener: Listener
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]]:
-    """For each block of rows: tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F)."""
+    """For each block: tokens, positions, (n,), lengths of windows, (W,), and codes, (n, F)."""
     count = 0
     for block in row_blocks(run.inputs(listener), run.of_store, run.batch_rows):
         texts = block.texts
@@ -188,7 +182,7 @@ def _sample(
 def _near(
     run: Measured, chosen: np.ndarray, cofiring: CoFiring, listener: Listener
 ) -> dict[int, list[int]]:
-    """The latents near chosen ones, (C,), in turn by cosine of decoder vectors and by co-firing."""
+    """The latents near chosen ones, (C,), in turn by cosine and by co-firing."""
     latents = torch.from_numpy(chosen).to(run.sae.W_dec.device)
     (cosines, by_cosine), (phi, by_phi) = near_latents(
         run.sae, latents, NEAR_LATENTS, cofiring, listener
@@ -200,7 +194,6 @@ def _near(
 
 
 def excerpts_of(corpus: Corpus, latent: int, texts: TokenTexts) -> LatentExcerpts:
-    """A latent's excerpts, with each token's text."""
     codes = corpus.codes[:, [latent]].toarray().ravel()
 
     def read(spans: np.ndarray) -> tuple[Excerpt, ...]:

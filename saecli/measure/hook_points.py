@@ -1,20 +1,19 @@
 """A crosscoder's latents by hook point.
 
-With a crosscoder's rows in the metric of its training, divided by their spread at every hook point, so that hook points
-compare, and W_ip latent i's decoder at hook point p (FVU is of raw rows),
+With rows in the metric of training, divided by their spread at every hook point, so that these compare, and W_ip latent
+i's decoder at hook point p (FVU is of raw rows),
 
     share_ip = ||W_ip|| / sum_q ||W_iq||
 
-is 1 for a latent of p alone, and 1/P for one that all P hook points have alike. But L1 drives decoders to zero also
-where a latent is needed less. Latent scaling asks the rows: the multiple of the latent's part, along its decoder where
-it is largest, that leaves the least squared error at p,
+is 1 for a latent of p alone, 1/P for one that all P hook points have alike. But L1 drives decoders to zero also where a
+latent is needed less. Latent scaling asks the rows: the multiple of the latent's part, along its largest decoder, that
+leaves the least squared error at p,
 
     beta_ip = argmin_b sum ||e_p + z_i W_ip - b z_i W_ip*||^2,    p* = argmax_q ||W_iq||
 
 with e_p the error of p's reconstruction: 0 for a latent that only p* has, 1 for one with the same direction at p. The
-same multiple for the reconstruction, r_p = sum_j z_j W_jp, instead of e_p + z_i W_ip, says what other latents carry
-there. Their ratios to those at p* are nu^epsilon and nu^r of Minder et al.: a latent exclusive to p* by decoder norm
-may show
+same for the reconstruction, r_p = sum_j z_j W_jp, in place of e_p + z_i W_ip, says what other latents carry there. The
+ratios to those at p* are nu^epsilon and nu^r of Minder et al.: a latent exclusive to p* by decoder norm may show
 
     complete shrinkage    nu^epsilon above `SHRUNK`: the error elsewhere holds what its decoder there lacks
     latent decoupling     nu^r above `DECOUPLED`: elsewhere other latents, firing with it, carry its direction
@@ -57,7 +56,6 @@ class HookPointSums:
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Count a batch of rows, (B, D)."""
         codes = self._sae.codes(x)
         predicted = self._sae.predicted(x, codes)[:, -1]
         error = x - predicted
@@ -67,7 +65,6 @@ class HookPointSums:
         self._z_predicted += codes.transposed_times(predicted - self._sae.b_dec)
 
     def result(self, spread: Spread) -> "HookPointMeasures":
-        """Given the spread of all rows counted."""
         places, units = self._sae.hook_columns, self._sae.normalisation.target_scale.double()
         scatter = torch.from_numpy(spread.scatter).to(units.device)
         fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
@@ -96,7 +93,7 @@ class HookPointSums:
 
 
 class HookPointMeasures(NamedTuple):
-    """Measures per hook point; `beta` is NaN for a latent that never fired and between hook points of unlike widths."""
+    """`beta` is NaN for a latent that never fired, and between hook points of unlike widths."""
 
     fvu: Tensor  # (P,)
     share: Tensor  # (F, P)
@@ -104,7 +101,7 @@ class HookPointMeasures(NamedTuple):
     beta_predicted: Tensor  # (F, P), for reconstructions
 
     def nu(self, beta: Tensor) -> Tensor:
-        """The largest ratio of beta at another hook point to beta where the latent is largest, (F,)."""
+        """The largest ratio of beta elsewhere to beta where the latent is largest, (F,)."""
         best = self.share.argmax(1, keepdim=True)
         return (beta / beta.gather(1, best)).scatter(1, best, -torch.inf).amax(1)
 
@@ -132,10 +129,9 @@ def hook_points_document(measured: Measured, listener: Listener) -> dict[str, An
     """What `saecli.sparsity` adds for a crosscoder, in one more pass over the rows; nothing for others.
 
     Returns:
-        `places`: for each the `name` of its model, or of its store, `width`, `fvu`, and `exclusive`, the latents with a
-        share above `EXCLUSIVE`; `shared`, the latents whose every share is above `SHARED` / P; per latent `share` and
-        `scaling` (beta), P numbers each, `nu_error` and `nu_reconstruction`, largest over the other hook points, and
-        `class`. None where unknown.
+        `places`: each with its `name`, of its model or store, `width`, `fvu`, and `exclusive`, the latents with a share
+        above `EXCLUSIVE`; `shared`, the latents whose every share is above `SHARED` / P; per latent `share` and
+        `scaling` (beta), P numbers each, `nu_error`, `nu_reconstruction` and `class`. None where unknown.
     """
     widths = measured.sae.widths
     if not widths:

@@ -5,11 +5,8 @@
     fuzzing     given a label, does the latent fire on the marked tokens of an excerpt? In half of the
                 excerpts it does; in the others, an equal number is marked at random
 
-A score is a balanced accuracy: 0.5 for a judge that guesses, or that says one thing only. An answer that is no list of
-verdicts, one per excerpt, is counted, and left out.
-
-Three labels of each latent are scored on the same excerpts: the judge's; the rule's; and, as the floor, another
-latent's of the judge's.
+A score is a balanced accuracy: 0.5 for a judge that guesses. An answer that is no list of verdicts is counted, and left
+out. Scored on the same excerpts are the judge's label, the rule's, and, as the floor, the judge's of another latent.
 
 Source: Paulo et al., "Automatically Interpreting Millions of Features in Large Language Models" (arXiv:2410.13928).
 """
@@ -108,14 +105,13 @@ def label_prompt(shown: Sequence[Excerpt]) -> str:
 
 
 def marked(tokens: Sequence[str], marks: Sequence[float]) -> str:
-    """The text in one line, with tokens between marks where `marks` is not 0."""
     pairs = zip(tokens, marks, strict=True)
     text = "".join(f"<<{token}>>" if mark else token for token, mark in pairs)
     return text.replace("\n", "\\n").strip()
 
 
 def label_of(answer: str) -> str | None:
-    """The label in an answer, else its first line, cut after `LABEL_WORDS` words; None if it is empty."""
+    """The label in an answer, else its first line, cut after `LABEL_WORDS` words; None if empty."""
     text = _after_thoughts(answer)
     # Before it may stand "Here is the label:".
     named = re.search(r"(?s)LABEL:(.*)", text) or re.search(r"(?is)label:(?:\W*label:)?(.*)", text)
@@ -127,7 +123,7 @@ def label_of(answer: str) -> str | None:
 
 
 def verdicts_of(answer: str, count: int) -> list[int] | None:
-    """The list of zeros and ones that an answer ends with; None if it has none, or none of that length."""
+    """The list of zeros and ones that ends an answer; None without one of that length."""
     lists = re.findall(r"\[[\s\d,]*\]", _after_thoughts(answer))
     verdicts = re.findall(r"\d+", lists[-1]) if lists else []
     is_sound = len(verdicts) == count and set(verdicts) <= {"0", "1"}
@@ -150,10 +146,7 @@ def detection(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Quest
 
 
 def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Question]:
-    """Questions on the firing excerpts; a random half is marked wrongly.
-
-    Left out are those with too few silent tokens to mark.
-    """
+    """Questions on the firing excerpts, a random half marked wrongly; those with too few silent tokens are left out."""
     draw = np.random.default_rng([seed, excerpts.latent, 1])
     usable = []
     for excerpt in excerpts.firing:
@@ -173,14 +166,10 @@ def fuzzing(label: str, excerpts: LatentExcerpts, seed: int = 0) -> list[Questio
 
 
 def _questions(prompt: str, label: str, lines: Sequence[tuple[str, str]]) -> list[Question]:
-    """Questions on texts with their kinds, nearly equally many in each."""
     example = prompt.format(label=EXAMPLE_LABEL, count=QUESTION_EXCERPTS, excerpts=EXAMPLES[prompt])
     questions = []
-    for part in (
-        np.array_split(np.array(lines, object), -(-len(lines) // QUESTION_EXCERPTS))
-        if lines
-        else []
-    ):
+    count = -(-len(lines) // QUESTION_EXCERPTS)
+    for part in np.array_split(np.array(lines, object), count) if lines else []:
         texts = [f"{number}. {text}" for number, (text, _) in enumerate(part, 1)]
         filled = prompt.format(label=label, count=len(part), excerpts="\n".join(texts))
         chat = (example, EXAMPLE_ANSWER, filled)
@@ -189,7 +178,7 @@ def _questions(prompt: str, label: str, lines: Sequence[tuple[str, str]]) -> lis
 
 
 def scored(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, Any]:
-    """Balanced accuracies, None where no answer counts; the number of answers, and of those that do not count."""
+    """Balanced accuracies, None where no answer counts; numbers of answers, and of those that do not count."""
     verdicts: list[tuple[str, int]] = []
     nonsense = 0
     for question, answer in zip(questions, answers, strict=True):
@@ -211,10 +200,7 @@ def judge(
 ) -> list[dict[str, Any]]:
     """Label latents by a language model, which then judges these and the other labels.
 
-    Args:
-        excerpts: of each latent to label; without some to show, it gets no label.
-        rules: labels by rule, of some of the latents.
-        ask: returns the language model's answers. Latents whose answer is empty get no label either.
+    Latents without excerpts to show, or with an empty answer, get no label; `rules` has labels of some.
 
     Returns a line per latent and kind of label: `latent`, `labels`, of `JUDGED_LABELS`, `label`, and as `scored`.
     """

@@ -4,8 +4,8 @@
      "13": {"rule": {"label": "after `return`", "scores": {"texts": 0.93, "tokens": 0.97}},
             "model": {"label": "what a function returns", "scores": {"detection": 0.9}}}}
 
-A latent has a label by hand, a text, or labels by kind, in the order in which one is shown: given, by hand or by
-others; by a language model; or a rule's; the latter two if a balanced accuracy is high enough (`SHOWN_ABOVE`).
+A latent has a text, its label by hand, or labels by kind; the first of these is shown: given, by hand or by others; by
+a language model; a rule's; the latter two if a balanced accuracy is high enough (`SHOWN_ABOVE`).
 """
 
 import re
@@ -38,7 +38,7 @@ Labels = dict[int, dict[LabelKind, Label]]
 
 
 def read_labels(path: Path, d_sae: int) -> Labels:
-    """The labels in a file of ours, none without the file; FormatError if it is not as above, or of another SAE."""
+    """The labels in a `labels.json`, none without the file; FormatError if it is not as above, or of another SAE."""
     if not path.is_file():
         return {}
     try:
@@ -55,14 +55,12 @@ def read_labels(path: Path, d_sae: int) -> Labels:
 
 
 def _latent(number: int | str, d_sae: int) -> int:
-    """The latent of a number in a file; ValueError unless an SAE of this width has it."""
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", str(number)) or int(number) >= d_sae:
         raise ValueError(f"expected latents 0 to {d_sae - 1}, the last of the SAE, got {number!r}")
     return int(number)
 
 
 def shown(labels: Mapping[LabelKind, Label]) -> str | None:
-    """The label that is shown of a latent."""
     for kind in get_args(LabelKind):
         label = labels.get(kind)
         if label is None:
@@ -75,14 +73,14 @@ def shown(labels: Mapping[LabelKind, Label]) -> str | None:
 
 
 def shown_labels(folder: Path | None, d_sae: int) -> dict[int, str]:
-    """The label of each latent that has one, by the file in an SAE's folder."""
+    """The label shown of each latent that has one, by the file in an SAE's folder."""
     labels = {} if folder is None else read_labels(folder / LABELS, d_sae)
     each = ((latent, shown(by_kind)) for latent, by_kind in labels.items())
     return {latent: label for latent, label in each if label is not None}
 
 
 def add_labels(path: Path, kind: LabelKind, labels: Mapping[int, Label], d_sae: int) -> Labels:
-    """Add labels of a kind to those in a file, in place of earlier ones of that kind; returns all."""
+    """Add labels to those in a file, in place of earlier ones of their kind; returns all."""
     merged = read_labels(path, d_sae)
     for latent, label in labels.items():
         merged.setdefault(latent, {})[kind] = label
@@ -103,11 +101,8 @@ class Explanation:
 
 
 def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
-    """The labels in a file of Neuronpedia's, or in all files of a folder: JSON or JSON lines, also compressed.
-
-    Entries are `{"index": "12", "description": "..."}`. Of several labels of a latent the first counts. FormatError if
-    the entries are others, or of another SAE.
-    """
+    """The labels in a file of Neuronpedia's, or a folder's files: JSON or JSON lines, also compressed, of entries
+    `{"index": "12", "description": "..."}`, the first of each latent; FormatError for others, or of another SAE."""
     labels: dict[int, Label] = {}
     try:
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
@@ -129,14 +124,14 @@ def others_labels(path: Path, d_sae: int) -> dict[int, Label]:
 
 
 def balanced_accuracy(said: np.ndarray, true: np.ndarray) -> float | None:
-    """The mean of the fractions of true and of false ones that are said to be so; None without one of them."""
+    """The mean of the fractions of true and of false ones said to be so; None without one of them."""
     if true.all() or not true.any():
         return None
     return float(said[true].mean() + (~said[~true]).mean()) / 2
 
 
 def derange(values: Mapping[int, OfLatent], seed: int = 0) -> dict[int, OfLatent]:
-    """Each latent with another one's value, such as its label: the floor of scores; empty for fewer than two."""
+    """Each latent with another one's value, for the floor of scores; empty for fewer than two."""
     latents = np.random.default_rng(seed).permutation(list(values)).tolist()
     others = np.roll(latents, 1).tolist()
     pairs = zip(latents, others, strict=True)

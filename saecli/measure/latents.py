@@ -1,7 +1,7 @@
 """One pass over rows that surveys all latents: sizes of codes, examples, and which latents fire together.
 
-An example is the window of tokens in which a latent's code ranks first, with an excerpt around that peak. Rows come in
-stored order, in blocks of whole windows, with the tokens of these windows.
+An example is a window of tokens in which a latent's code ranks first, with an excerpt around that peak. Rows come in
+stored order, in blocks of whole windows.
 
 Shapes: B rows of a block, W windows, n tokens, peaks or non-zero codes, C chosen latents, N examples per latent, T
 tokens of an excerpt, S sampled rows, D = d_in, F = d_sae.
@@ -44,7 +44,7 @@ MERGED_WINDOWS = 128  # examined before the smallest examples are updated
 
 
 def chosen_latents(latents: int | Sequence[int], d_sae: int, name: str) -> list[int]:
-    """The latents as a list; ConfigError for a number that the SAE of this name lacks, or one given twice."""
+    """The latents as a list; ConfigError for one that the SAE of this name lacks, or one given twice."""
     chosen = np.ravel(latents)
     got = ", ".join(map(str, chosen.tolist())) or "none"
     is_whole = chosen.size and chosen.dtype.kind in "iu"
@@ -60,8 +60,7 @@ def latents_given(latents: int | Sequence[int] | None, d_sae: int, name: str) ->
 
 
 class ExcerptShape(NamedTuple):
-    """How excerpts are cut from windows: at most `length` tokens, `before` of them before the peak unless the window
-    ends too early."""
+    """At most `length` tokens of a window, `before` of them before the peak unless the window ends too early."""
 
     length: int
     before: int
@@ -69,7 +68,7 @@ class ExcerptShape(NamedTuple):
     def bounds(
         self, peaks: np.ndarray, starts: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The first tokens of excerpts, (n,), and the ends, given their peaks and the bounds of their windows."""
+        """The first tokens of excerpts, (n,), and their ends, given peaks and the bounds of windows."""
         begins = np.maximum(starts, np.minimum(peaks - self.before, ends - self.length))
         return begins, np.minimum(begins + self.length, ends)
 
@@ -78,23 +77,19 @@ EXCERPT = ExcerptShape(48, 31)
 
 
 class WindowTokens(NamedTuple):
-    """The tokens of a block's windows, in order, also those that are no rows."""
-
     token_ids: np.ndarray  # (n,)
     starts: np.ndarray  # (W + 1,) the begin of each window among them, and the end of the last
     stored: np.ndarray  # (n,) bool, which are rows of the block
 
     @classmethod
     def of(cls, windows: Sequence[tuple[np.ndarray, np.ndarray]]) -> "WindowTokens":
-        """Windows one after another, each its token ids, (T,), and which of them are rows, (T,) bool."""
+        """Of windows, each its token ids, (T,), and which of them are rows, (T,) bool."""
         token_ids, stored = (np.concatenate(part) for part in zip(*windows, strict=True))
         return cls(token_ids, np.cumsum([0, *(len(ids) for ids, _ in windows)]), stored)
 
 
 @dataclass(frozen=True)
 class SurveyBlock:
-    """Some rows, in stored order."""
-
     x: Tensor  # (B, D)
     numbers: np.ndarray  # within the store, (B,)
     # The rows' windows, documents and positions, (2, B), of a store that keeps windows; else each row is a window.
@@ -111,7 +106,7 @@ class SurveyBlock:
 
 
 def row_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[SurveyBlock]:
-    """Batches of these rows, (B, D), as blocks, of whole windows if the store keeps them."""
+    """Batches of rows, (B, D), as blocks, of whole windows if the store keeps them."""
     meta = rows.store.meta
     numbers = rows.numbers(batch_rows)
     if not meta.windows:
@@ -142,15 +137,12 @@ def row_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterat
 
 
 def bin_edges() -> np.ndarray:
-    """The edges of the bins, (SIZE_BINS + 1,), in ratios of `2^(1/4)`: equally spaced on a logarithmic axis."""
+    """The edges of the bins, (SIZE_BINS + 1,), in ratios of `2^(1/4)`."""
     return 2.0 ** (LOWEST + np.arange(SIZE_BINS + 1) / OCTAVE)
 
 
 class Magnitudes:
-    """Histogram, sum and maximum of the sizes `|z|` of each latent's non-zero codes.
-
-    Bins are the same for all latents. Memory: 192 counts per latent.
-    """
+    """Histogram, sum and maximum of the sizes `|z|` of each latent's non-zero codes. Memory: 192 counts per latent."""
 
     def __init__(self, d_sae: int, device: torch.device | str = "cpu") -> None:
         # Each latent's first counts its zeros.
@@ -160,7 +152,6 @@ class Magnitudes:
 
     @torch.no_grad()
     def update(self, codes: Codes) -> None:
-        """Count the codes of a batch, (B, F)."""
         z = codes.values
         if isinstance(codes, SparseCodes):
             self._count(z, codes.indices)
@@ -175,7 +166,6 @@ class Magnitudes:
             self._largest = torch.maximum(self._largest, sizes.amax(0).float())
 
     def _count(self, values: Tensor, latents: Tensor) -> None:
-        """Count values, each for its latent; zeros in a bin of their own."""
         # Overflows or underflows only far outside the bins.
         fourth = values.float().square().square_()
         bins = (fourth.view(torch.int32) >> EXPONENT_AT).sub_(BIAS + OCTAVE * LOWEST)
@@ -185,17 +175,17 @@ class Magnitudes:
 
     @property
     def histograms(self) -> np.ndarray:
-        """Number of codes in each bin, per latent, (F, SIZE_BINS), int64; see `bin_edges`."""
+        """Codes in each bin, (F, SIZE_BINS), int64."""
         return self._counts.view(-1, SIZE_BINS + 1)[:, 1:].cpu().numpy()
 
     @property
     def means(self) -> np.ndarray:
-        """Mean size of each latent's non-zero codes, (F,), float64; 0 without any."""
+        """(F,), float64; 0 for a latent that never fires."""
         return self._sums.cpu().numpy() / np.maximum(self.histograms.sum(1), 1)
 
     @property
     def largest(self) -> np.ndarray:
-        """The largest size of each latent's codes, (F,), float32; 0 if it never fires."""
+        """(F,), float32; 0 for a latent that never fires."""
         return self._largest.cpu().numpy()
 
 
@@ -208,7 +198,6 @@ class CoFiring:
         self._bits: list[np.ndarray] = []
 
     def update(self, z: Tensor) -> None:
-        """Take in the codes of the next rows, (B, F)."""
         sampled = z[-self._seen % self._stride :: self._stride]
         self._seen += len(z)
         if len(sampled):
@@ -219,14 +208,14 @@ class CoFiring:
         self, chosen: Tensor, count: int, show: Callable[[int], None]
     ) -> tuple[Tensor, Tensor]:
         """For chosen latents, (C,), the highest phi coefficients, the correlation of firing, 0 without more, and the
-        latents that fire together with them; (C, count) each, on the CPU:
+        other latents; (C, count) each, on the CPU:
 
             phi = (p_ij - p_i p_j) / sqrt(p_i (1 - p_i) p_j (1 - p_j))
 
-        where p_i is the fraction of the sampled rows on which latent i fires, and p_ij the fraction on which both do.
-        Pairs with a phi of 0 or less, or together on fewer than `LEAST_TOGETHER` rows, are left out.
+        where p_i is the fraction of the sampled rows on which latent i fires, p_ij that on which both do. Pairs with a
+        phi of 0 or less, or together on fewer than `LEAST_TOGETHER` rows, are left out.
 
-        Cost: `2 S C F` operations; if few codes are not zero, one for each pair of them in a row, and n for each block.
+        Cost: `2 S C F` operations; if few codes are not zero, one for each pair of them in a row.
         """
         count, bits = min(count, self._d_sae - 1), np.concatenate(self._bits)
         few = self._few(bits)
@@ -247,7 +236,7 @@ class CoFiring:
         return phis.clamp_min(0), latents
 
     def _few(self, bits: np.ndarray) -> csc_array | None:
-        """Which latents fire on each sampled row, 1 or 0, (S, F); None if many do."""
+        """Firings on sampled rows, 1 or 0, (S, F); None if there are many."""
         if np.bitwise_count(bits).sum(dtype=np.int64) > MOST_FIRING * len(bits) * self._d_sae:
             return None
         blocks = (bits[begin : begin + CHUNK] for begin in range(0, len(bits), CHUNK))
@@ -255,7 +244,7 @@ class CoFiring:
         return vstack(fires, format="csc", dtype=np.float32)
 
     def _pairs(self, bits: np.ndarray, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of sampled rows on which each latent fires, (F,), and does so together with some, (F, C)."""
+        """Sampled rows on which each latent fires, (F,), and on which it does together with some, (F, C)."""
         firings = torch.zeros(self._d_sae, device=part.device)  # exact in float32
         together = torch.zeros(self._d_sae, len(part), device=part.device)
         for begin in range(0, len(bits), CHUNK):
@@ -267,7 +256,6 @@ class CoFiring:
 
 
 def _pairs_of_few(few: csc_array, part: Tensor) -> tuple[Tensor, Tensor]:
-    """As `CoFiring._pairs`."""
     together = few.T @ few[:, part.cpu().numpy()]
     counts = few.sum(0), together.toarray()
     firings, pairs = (torch.from_numpy(count).to(part.device) for count in counts)
@@ -278,26 +266,24 @@ Ranking = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
 
 
 def by_size(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
-    """The codes' sizes `|z|`, (B, C), under which the examples are the largest."""
     return z.abs()
 
 
 def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
-    """A random number in [0, 1) for each non-zero code, else 0, (B, C): the examples are then a random sample of the
-    rows on which a latent fires. A row's number is turned along a circle by each latent's, in place of a draw for each
-    pair."""
+    """A random number in [0, 1) for each non-zero code, else 0, (B, C): the examples are a sample of the rows on which
+    a latent fires. A row's number is turned along a circle by each latent's, in place of a draw for each pair."""
     turned = _uniform(numbers).to(z.device)[:, None] + _uniform(~latents).to(z.device)
     return turned.frac_().mul_(z != 0)
 
 
 def _uniform(numbers: np.ndarray) -> Tensor:
-    """A number in [0, 1) for each integer, float32: the upper bits of a hash."""
+    """A number in [0, 1) for each integer: the upper bits of a hash."""
     upper_bits = splitmix64(numbers.astype(np.uint64)) >> np.uint64(40)
     return torch.from_numpy(upper_bits.astype(np.float32) / 2**24)
 
 
 class _Peaks(NamedTuple):
-    """The codes of some latents that rank first in some windows of a block, (n,) each."""
+    """Codes that rank first in windows of a block, (n,) each."""
 
     windows: np.ndarray  # numbers in the block
     rows: np.ndarray  # within the block
@@ -306,9 +292,8 @@ class _Peaks(NamedTuple):
 
 
 class Examples:
-    """The N windows that rank first for each chosen latent, merged batch by batch.
-
-    A window counts once, at its first code of highest rank; of windows with equal excerpts the first.
+    """The N windows that rank first for each chosen latent, each at its first code of highest rank; of windows with
+    equal excerpts the first.
 
     Args:
         count: N.
@@ -350,20 +335,19 @@ class Examples:
             }
 
     def of(self, latents: Sequence[int]) -> dict[str, np.ndarray]:
-        """The examples of some of its latents.
+        """The examples of some latents.
 
         Returns:
-            Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
-            row within the store; `code`, (C, N, T), with T = 1 without tokens. With tokens also `document` and
-            `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), ids, -1 after the excerpt's
-            end; of chats `role`, (C, N, T), `NOT_STORED` for tokens that are no rows.
+            Arrays by name, (C, N) each, highest rank first: `rank`, 0 without example; `number`, the peak's row within
+            the store; `code`, (C, N, T), T = 1 without tokens. With tokens `document` and `position` of the peak;
+            `peak`, its index in the excerpt; `token`, (C, N, T), ids, -1 after the end; of chats `role`, (C, N, T),
+            `NOT_STORED` for tokens that are no rows.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         return {name: column[indices] for name, column in self._table.items() if name != "mark"}
 
     @torch.no_grad()
     def update(self, z: Tensor, block: SurveyBlock) -> None:
-        """Take in the codes of a block, (B, F)."""
         if block.roles is not None and "role" not in self._table:
             self._table["role"] = np.zeros(self._table["token"].shape, np.uint8)
         z = z[:, self._columns]
@@ -374,7 +358,7 @@ class Examples:
                 self._merge(peaks.latents, {"rank": peaks.ranks, **_read(z, block, peaks)})
 
     def _peaks(self, z: Tensor, block: SurveyBlock, first: int, last: int) -> _Peaks:
-        """The peaks in these windows that rank above their latent's last example: few, after the first windows."""
+        """The peaks in windows that rank above their latent's last example: few, after the first windows."""
         starts = block.starts[first : last + 1]
 
         def ranked(begin: int, end: int, latents: np.ndarray | slice = slice(None)) -> Tensor:
@@ -398,7 +382,6 @@ class Examples:
         return _Peaks(first + windows, rows, latents, ranks)
 
     def _merge(self, latents: np.ndarray, peaks: dict[str, np.ndarray]) -> None:
-        """Merge peaks, (n,), into the examples of their latents, (n,)."""
         count = self._table["rank"].shape[1]
         touched, owners = np.unique(latents, return_inverse=True)
         owners = np.concatenate([np.arange(len(touched)).repeat(count), owners])
@@ -420,7 +403,7 @@ class Examples:
 
 
 def _read(z: Tensor, block: SurveyBlock, peaks: _Peaks) -> dict[str, np.ndarray]:
-    """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, T) each."""
+    """What `Examples` keeps of peaks and their excerpts, (n,) or (n, T) each."""
     numbers = block.numbers[peaks.rows]
     if block.texts is None:
         code = _codes(z, peaks.rows[:, None], peaks.latents)
@@ -457,9 +440,9 @@ def _codes(z: Tensor, rows: np.ndarray, latents: np.ndarray) -> np.ndarray:
 
 
 class LatentSurvey:
-    """The results of one pass over rows: `examples` of the chosen latents' largest codes, and `samples` at random.
+    """The results of one pass: `examples` of the chosen latents' largest codes, and `samples` at random.
 
-    Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
+    Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`, whatever the number of rows.
     """
 
     def __init__(self, sae: SAE, rows: int, examples: Examples, samples: Examples) -> None:
@@ -475,7 +458,7 @@ class LatentSurvey:
 def survey_latents(
     sae: SAE, blocks: Iterable[SurveyBlock], rows: int, examples: Examples, samples: Examples
 ) -> LatentSurvey:
-    """Encode rows once, and measure all latents on them; `examples` and `samples` are filled."""
+    """Encode rows once, and measure all latents; `examples` and `samples` are filled."""
     result = LatentSurvey(sae, rows, examples, samples)
     for block in blocks:
         codes = sae.codes(block.x)

@@ -57,12 +57,12 @@ class Measured:
 
     @property
     def split(self) -> str | None:
-        """The split of the store; None for rows in memory."""
+        """None for rows in memory."""
         return self.rows.inputs[0].split.which if self.rows.inputs else None
 
     @property
     def family(self) -> str:
-        """Its solver, if known, and activation, for legends."""
+        """Solver, if known, and activation, for legends."""
         return f"{self.sae.metadata.get('solver') or ''} {self.sae.activation.name}".strip()
 
     @property
@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def of_store(self) -> Rows:
-        """The rows, of several stores the first one's; ConfigError for rows in memory."""
+        """The rows of the store, or the first; ConfigError for rows in memory."""
         return self._stored.inputs[0]
 
     @property
@@ -85,11 +85,11 @@ class Measured:
 
     @property
     def stores(self) -> Joined:
-        """All stores of the rows; ConfigError for rows in memory."""
+        """ConfigError for rows in memory."""
         return Joined.of(self._stored)
 
     def demand_reconstruction(self, what: str) -> None:
-        """Refuse a transcoder or crosscoder where `what` is defined for reconstructions of one store's rows."""
+        """ConfigError for a transcoder or crosscoder, for which `what` is not defined."""
         if len(self.rows.inputs) > 1 or self.rows.target is not None:
             raise ConfigError(
                 f"{what} of {self.subject.name} is not defined: expected an SAE that reconstructs the "
@@ -97,14 +97,14 @@ class Measured:
             )
 
     def alignment(self) -> Alignment | None:
-        """The alignment of the decoder with the features that the one store's rows are made of; None if unknown."""
+        """The decoder's alignment with the features that the rows are made of; None if unknown."""
         if len(self.rows.inputs) != 1 or self.rows.target or self.store.meta.world is None:
             return None
         return Alignment.of(self.sae.W_dec, torch.from_numpy(directions_of(self.store)))
 
     @cached_property  # it reads the column `source`
     def by_source(self) -> "dict[str, Measured]":
-        """The same SAE on each source's rows, by name; empty unless a mixture's rows are of several."""
+        """The SAE on each source's rows, by name; empty unless rows are of several."""
         if not self.rows.inputs or self.source is not None or not self.store.meta.sources:
             return {}
         columns = self.of_store.column("source", self.batch_rows)
@@ -116,7 +116,7 @@ class Measured:
 
     @cached_property
     def _massive_norms(self) -> list[float]:
-        """`OUTLYING` times the median norm of a store's rows, at each hook point that is predicted."""
+        """`OUTLYING` times the median norm of rows, at each hook point predicted."""
         predicted = [self.rows.target] if self.rows.target else self.rows.inputs
         medians = []
         for rows in predicted:
@@ -125,7 +125,7 @@ class Measured:
         return [OUTLYING * median for median in medians]
 
     def massive(self, y: Tensor) -> Tensor:
-        """Rows, or targets, (B, E), above `OUTLYING` times the median norm at a hook point predicted, (B,) bool."""
+        """Rows, or targets, (B, E), above `OUTLYING` times the median norm at some hook point, (B,) bool."""
         massive = torch.zeros(len(y), dtype=torch.bool, device=y.device)
         for place, limit in zip(self.sae.hook_columns, self._massive_norms, strict=True):
             if limit > 0:
@@ -134,7 +134,7 @@ class Measured:
 
     @property
     def heading(self) -> dict[str, str | None]:
-        """The first entries of every document: run, store and split; None for rows in memory."""
+        """The first entries of every document; None for rows in memory."""
         return {
             "run": self.subject.name,
             "data": self.rows.name if self.rows.inputs else None,
@@ -143,7 +143,6 @@ class Measured:
 
     @property
     def batch_rows(self) -> int:
-        """Rows per batch; the last may have fewer."""
         return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
 
     def batches(self, listener: Listener) -> Iterator[Tensor]:
@@ -175,8 +174,7 @@ class ChosenRows:
 
     data: rows chosen from a store, and rows in memory, are all taken.
     split: with the run's split seed.
-    listener: notes the choices that the user did not make.
-    target: store of a transcoder's targets, or for rows in memory these targets, (N, E); None for the store that it was
+    target: store of a transcoder's targets, or for rows in memory targets, (N, E); None for the store that it was
         trained on, if data are too.
     """
 
@@ -216,7 +214,7 @@ class ChosenRows:
         return Measured(subject, replace(saved, sae=sae), rows)
 
     def with_all(self, saes: Sequence[SAELike], of_set: bool = False) -> list[Measured]:
-        """Each SAE, or the newest run if there are none; in a set each has rows of its own."""
+        """Each SAE, or the newest run without any; in a set each has rows of its own."""
         opened = [self.with_sae(sae) for sae in saes or [None]]
         if not of_set and len(by_rows(opened)) > 1:
             self.listener.warn(
@@ -294,7 +292,7 @@ def own_codes(
 
 
 def codes_of(sae: SAE, x: Tensor) -> "csr_array":
-    """The codes of rows, (N, D), as a sparse array, (N, F)."""
+    """The codes of rows, (N, D), (N, F)."""
     from scipy.sparse import csr_array, vstack  # which not all measures need
 
     batches = x.split(max(1, BATCH_CODES // sae.d_sae))
@@ -303,7 +301,7 @@ def codes_of(sae: SAE, x: Tensor) -> "csr_array":
 
 
 def at_tokens(codes: "csr_array", is_row: np.ndarray) -> "csr_array":
-    """The codes of rows, (n, F), as codes of tokens, (T, F): of those that are rows, (T,) bool; none of the others."""
+    """Codes of rows, (n, F), as codes of tokens, (T, F), given which are rows, (T,) bool; the others have none."""
     from scipy.sparse import csr_array  # which not all measures need
 
     counts = np.zeros(len(is_row), np.int64)
@@ -320,13 +318,12 @@ def spread_out(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def held_out(measured: Measured) -> Measured:
-    """The same SAE with the held-out rows of its store, at least one."""
     rows = measured.stores.split("test", seed=measured.subject.split_seed)
     return replace(measured, rows=rows)
 
 
 def by_rows(saes: Sequence[Measured]) -> list[list[int]]:
-    """The indices of SAEs on the same rows, one list per choice of rows."""
+    """Indices of SAEs on the same rows, a list per choice of rows."""
     groups: dict[tuple[str | Split, ...], list[int]] = {}
     for index, measured in enumerate(saes):
         splits = [rows.split for rows in measured.rows.inputs]
@@ -335,7 +332,7 @@ def by_rows(saes: Sequence[Measured]) -> list[list[int]]:
 
 
 def _compare_hook_points(name: str, origin: Origin, stores: Joined, listener: Listener) -> None:
-    """Warn if an SAE was trained on other hook points than the stores hold; refuse a crosscoder's in another order."""
+    """Warn of other hook points than the SAE was trained on; refuse a crosscoder's in another order."""
     reason = why_not_folded(origin, stores.origin)
     if reason:
         raise ConfigError(f"{name} cannot be measured on {stores.name}: {reason}")

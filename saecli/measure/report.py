@@ -1,4 +1,4 @@
-"""What a report shows of an SAE and its latents: one survey of rows, what chosen latents are near to, and its measures.
+"""What a report shows of an SAE and its latents: a survey of rows, neighbours of chosen latents, measures.
 
 Shapes: F = d_sae, C chosen latents.
 """
@@ -36,7 +36,7 @@ FEWEST_ROWS = 10  # of a latent with an interest
 
 
 class TokenNumbers:
-    """Token ids in brackets, in place of texts where there is no tokenizer."""
+    """Token ids in brackets, where there is no tokenizer."""
 
     def __getitem__(self, token: int) -> str:
         return f"[{token}]"
@@ -50,8 +50,6 @@ ShownTexts: TypeAlias = "TokenTexts | TokenNumbers"
 
 @dataclass(frozen=True)
 class LatentReport:
-    """An SAE's measures, all its latents in one pass over rows, and more of chosen ones."""
-
     run: Measured
     survey: LatentSurvey
     chosen: list[int]  # latents with excerpts and what follows, (C,), ascending
@@ -69,7 +67,7 @@ class LatentReport:
 def report_latents(
     run: Measured, chosen: list[int], model: Any, examples: int, listener: Listener
 ) -> LatentReport:
-    """Survey an SAE's rows, and gather what is known of its latents; `model` is of `model_given`, or True, or None."""
+    """Survey an SAE's rows, and gather what is known of its latents; `model` is from `model_given`."""
     notes: list[str] = []
     d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
     texts, unembedding = _texts_and_unembedding(run, model, notes)
@@ -112,7 +110,7 @@ def report_latents(
 
 
 def most_frequent(run: Measured, count: int, listener: Listener) -> list[int]:
-    """The `count` latents that fire most often, ascending, or all; excerpts of all may not fit in memory."""
+    """The `count` latents that fire most often, ascending; excerpts of all may not fit in memory."""
     if run.sae.d_sae <= count:
         return [*range(run.sae.d_sae)]
     frequency = firing(run.sae, run.inputs(listener)).frequency
@@ -122,8 +120,8 @@ def most_frequent(run: Measured, count: int, listener: Listener) -> list[int]:
 def _texts_and_unembedding(
     run: Measured, model: Any, notes: list[str]
 ) -> "tuple[ShownTexts, tuple[Unembedding, slice] | None]":
-    """The texts of a store's tokens, by default of the model that it names; and the model's unembedding, with the
-    columns of W_dec at its last hook point."""
+    """The texts of a store's tokens, by default of the model that it names; its unembedding, and the columns of W_dec
+    at its last hook point."""
     store, stored_model = run.store, run.store.meta.origin.spec
     has_tokens, is_default = store.meta.windows, isinstance(model, bool | None)
     if not has_tokens:
@@ -193,7 +191,7 @@ def _of_model(
 
 
 def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, Any]:
-    """The measures of `sae eval` on held-out rows, or on those shown if none are held out."""
+    """Those of `sae eval` on held-out rows, or on those shown if none are held out."""
     holds_out = run.store.split("train", seed=run.subject.split_seed).rows < run.store.rows
     (measures,) = evaluate_all([held_out(run) if holds_out else run], None, None, listener)
     if not holds_out:
@@ -207,8 +205,7 @@ def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, 
 
 
 def peak_agreement(peaks: Iterable[str]) -> float:
-    """The fraction of pairs of texts that peak at the same token, in [0, 1], given the peaks' tokens; 0 for fewer than
-    two texts. Case and spaces around a token do not count."""
+    """The fraction of pairs of texts that peak at the same token, but for case and spaces; 0 for fewer than two."""
     counts = Counter(token.strip().casefold() for token in peaks).values()
     texts = sum(counts)
     if texts < 2:
@@ -217,8 +214,8 @@ def peak_agreement(peaks: Iterable[str]) -> float:
 
 
 def interest(frequency: float, rows: int, mean: float, largest: float, alike: float) -> float:
-    """A figure in [0, 1] to sort latents by: `(1 - mean / largest) (1 + peak_agreement) / 2` of the codes' sizes; 0 for
-    a latent that fires on more than a fraction `DENSE_FREQUENCY` of the rows, or on fewer than `FEWEST_ROWS`."""
+    """A figure in [0, 1] to sort latents by: `(1 - mean / largest) (1 + peak_agreement) / 2` of codes' sizes; 0 for a
+    latent that fires on more than a fraction `DENSE_FREQUENCY` of the rows, or on fewer than `FEWEST_ROWS`."""
     if frequency > DENSE_FREQUENCY or round(frequency * rows) < FEWEST_ROWS:
         return 0.0
     return (1 - mean / largest) * (1 + alike) / 2

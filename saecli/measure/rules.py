@@ -1,14 +1,14 @@
 """Labels of latents without a language model: the rule on tokens that best tells where a latent fires.
 
-A rule is a kind, such as "after", with some values, such as `return`: it matches the tokens that have one of them. Of
-all rules that with the largest balanced accuracy on training tokens is chosen,
+A rule is a kind, such as "after", with values, such as `return`: it matches the tokens that have one of them. Chosen is
+the rule of largest balanced accuracy on training tokens,
 
     BA = 1/2 + sum over the values of (p_v - q_v) / 2
 
-where p_v is the fraction of the firings that have value v, and q_v the fraction of the silent tokens: the best values
-of a kind are found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4. Of k
-firings with a value, `sqrt(k)`, their standard deviation, do not count. Each further value must add `LEAST_GAIN`; kinds
-that say less, or have more values to choose from, have a cost.
+where p_v is the fraction of the firings that have value v, and q_v of the silent tokens: the best values of a kind are
+found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4. Of k firings with
+a value, `sqrt(k)`, their standard deviation, do not count. Each further value must add `LEAST_GAIN`; kinds that say less,
+or have more values, have a cost.
 
 Shapes: n tokens, V values of a kind, F = d_sae.
 """
@@ -38,7 +38,7 @@ WORD_CLASSES = {  # the first that fits
 
 
 class CorpusTokens:
-    """What the tokens of a corpus are, (n,) texts each, empty for nothing."""
+    """Properties of a corpus's tokens, (n,) texts each, empty for nothing."""
 
     def __init__(self, corpus: Corpus, texts: TokenTexts) -> None:
         self.corpus = corpus
@@ -47,16 +47,15 @@ class CorpusTokens:
         self.quoted = self.map(_quoted)
 
     def map(self, function: Callable[[str], str]) -> np.ndarray:
-        """A function of each token's text."""
         return np.array([function(text) for text in self._texts], object)[self._which]
 
     def before(self, step: int = 1) -> np.ndarray:
-        """The token `step` tokens before each in its window; negative: after it."""
+        """The token `step` before each in its window; negative: after it."""
         windows = self.corpus.windows
         return np.where(np.roll(windows, step) == windows, np.roll(self.quoted, step), "")
 
     def having(self, values: np.ndarray) -> tuple[csr_array, np.ndarray]:
-        """Which rows have which values, (n, V), and the values' names."""
+        """Which rows have which values, (n, V), and these."""
         numbers, names = pandas.factorize(values)
         having = (self.corpus.positions >= 0) & (values != "")
         offsets = np.append(0, having.cumsum())
@@ -122,7 +121,7 @@ class Rule:
         return self.words.format(values)
 
     def matches(self, tokens: np.ndarray) -> np.ndarray:
-        """Which tokens of the corpus, by their indices, it matches, bool."""
+        """Which tokens, by their indices, it matches, bool."""
         matched = np.zeros(self.having.shape[0], bool)
         for number in self.numbers:
             matched[self.having.indices[slice(*self.having.indptr[number : number + 2])]] = True
@@ -130,7 +129,7 @@ class Rule:
 
 
 def choose_rules(tokens: CorpusTokens) -> list[Rule | None]:
-    """The rule of each latent, None where none is better than chance on the training tokens."""
+    """The rule of each latent, None where none is better than chance on training tokens."""
     firings = _Firings.of(tokens.corpus)
     # What each latent's rule adds to a balanced accuracy of 1/2, less its kind's cost; the first of equals is taken.
     F = len(firings.counts)
@@ -151,8 +150,6 @@ def choose_rules(tokens: CorpusTokens) -> list[Rule | None]:
 
 
 class _Firings(NamedTuple):
-    """Where latents fire, and are silent, on the training tokens."""
-
     fires: csr_array  # 1 or 0, (F, n)
     weights: csr_array  # of the firings, (F, n)
     counts: np.ndarray  # of firings, (F,)
@@ -168,7 +165,7 @@ class _Firings(NamedTuple):
 
     def gains(self, having: csr_array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What values add to a balanced accuracy, given the tokens that have them, (n, V): latent, value and gain of
-        each pair that occurs, by latent."""
+        each pair, by latent."""
         trained = having[: self.fires.shape[1]]
         counts, weighted = csr_array(self.fires @ trained), csr_array(self.weights @ trained)
         counts.sort_indices()
@@ -182,7 +179,7 @@ class _Firings(NamedTuple):
 
 
 def _largest(latents: np.ndarray, gains: np.ndarray, most: int) -> np.ndarray:
-    """The pairs of each latent's rule: those of the largest gains, if they are large enough."""
+    """The pairs of each latent's rule: those of the largest gains, if large enough."""
     order = np.lexsort((-gains, latents))
     ranks = np.arange(len(order)) - np.searchsorted(latents, latents)
     least = np.where(ranks > 0, LEAST_GAIN, 0)
@@ -190,7 +187,7 @@ def _largest(latents: np.ndarray, gains: np.ndarray, most: int) -> np.ndarray:
 
 
 def _weighted(fires: csr_array) -> csr_array:
-    """Codes, (F, n), as the weights of firings, whose sum is each latent's number of firings."""
+    """Codes, (F, n), as weights of firings, whose sum is each latent's number of firings."""
     firings = np.diff(fires.indptr)
     latents = np.arange(len(firings)).repeat(firings)
     weights = fires.copy()
@@ -202,8 +199,8 @@ def _weighted(fires: csr_array) -> csr_array:
 
 
 def score(rule: Rule, corpus: Corpus, latent: int, spans: Spans) -> dict[str, float | None]:
-    """The balanced accuracy of a rule on a latent's held-out excerpts: of texts, by whether any token matches, those on
-    which it fires against the others; and of all their tokens. None where there is one class alone."""
+    """A rule's balanced accuracy on a latent's held-out excerpts: of texts, by whether any token matches, and of all
+    their tokens; None where there is one class alone."""
     excerpts = np.concatenate([spans[name] for name in ("firing", "silent", "near")])
     if not len(excerpts):
         return {"texts": None, "tokens": None}

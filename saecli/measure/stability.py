@@ -44,24 +44,22 @@ def stability(
 
         PW-MCC = mean over pairs of SAEs of  1/M max over one-to-one p of sum_m |cos(w_m, v_p(m))|
 
-    where w and v are the decoder vectors of a pair, in the metric of their training if that is one, else of raw rows.
-    Latents of the wider SAE may have no counterpart. A latent is matched if the `|cosine|` with its counterpart is
-    above the threshold; `firing` leaves out pairs with a latent that is silent on the rows. There is no correction for
-    chance: random vectors have a PW-MCC of 0.14 at d_in 768 and 16,384 latents, of 0.44 at 64 and 4,096.
+    where w and v are the decoder vectors of a pair, in the metric of training if they share it, else of raw rows.
+    A latent is matched if the `|cosine|` with its counterpart, if any, is above the threshold. There is no correction
+    for chance: random vectors have a PW-MCC of 0.14 at d_in 768 and 16,384 latents, of 0.44 at 64 and 4,096.
 
     Args:
-        saes: two or more, as in `evaluate`, of one d_in, one d_out and one store, or the same stores.
-        data: rows that decide which latents fire, as in `evaluate`.
+        saes: two or more, of one d_in, one d_out and the same store or stores.
         match_threshold: a `|cosine|`, in [0, 1).
-        split, device, home, progress: as in `evaluate`.
+        data, split, device, home, progress: as in `evaluate`; the rows decide which latents fire.
 
     Returns:
         pw_mcc, matched_fraction: means over the pairs.
-        firing: the same for latents that fire, None without any.
-        pairs: for each its `runs`, `metric`, "training" or "raw", number of `latents` matched, both measures, the same
+        firing: the same for pairs of latents that both fire, None without any.
+        pairs: each with its `runs`, `metric`, "training" or "raw", number of `latents` matched, both measures, the same
             `firing`, and `counterparts`, a latent of the second or None for each of the first.
-        runs: for each SAE `run`, `d_sae`, number of `silent` latents, and per latent `cosine`, the mean over its
-            counterparts, `match_fraction`, the fraction of other SAEs in which it is matched, and `frequency`.
+        runs: each with `run`, `d_sae`, number of `silent` latents, and per latent `cosine`, the mean over its
+            counterparts, `match_fraction`, of the other SAEs, and `frequency`.
 
     Cost: R (R - 1) / 2 assignments, see `best_pairs`, and a pass over the rows for each SAE.
 
@@ -78,7 +76,6 @@ def stability(
 def stability_of(
     measured: Sequence[Measured], listener: Listener, match_threshold: float = MATCH_THRESHOLD
 ) -> dict[str, Any]:
-    """Compare SAEs with their rows; see `stability`."""
     if not 0 <= match_threshold < 1:
         raise ConfigError(f"match_threshold must be in [0, 1), got {match_threshold}")
     check_comparable([(each.subject, each.sae) for each in measured])
@@ -96,7 +93,7 @@ def demand_several(saes: int) -> None:
 
 
 def check_comparable(saes: Sequence[tuple[Subject, SAE]]) -> None:
-    """Refuses SAEs that differ in widths or in their stores, or have weights that are not finite."""
+    """ConfigError for SAEs that differ in widths or stores, or have weights that are not finite."""
     first, first_sae = saes[0]
     for subject, sae in saes:
         if (sae.d_in, sae.d_out) != (first_sae.d_in, first_sae.d_out):
@@ -159,7 +156,7 @@ def _document(
 def _run_document(
     cosines: NDArray[np.float64], threshold: float, frequency: NDArray[np.float64]
 ) -> dict[str, Any]:
-    """The entry of a run, given the |cosine| of each latent with its counterpart in each run, (R, F), NaN without."""
+    """A run's entry, given the |cosine| of each latent with its counterpart in each run, (R, F), NaN without."""
     sums, counts = np.nansum(cosines, axis=0), np.isfinite(cosines).sum(0)
     of_latents = zip(sums.tolist(), counts.tolist(), strict=True)
     return {
@@ -180,7 +177,6 @@ def _measures(cosine: NDArray[np.float64], threshold: float) -> dict[str, Any]:
 
 
 def _means(pairs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """The mean of each measure over the pairs that have it."""
     means: dict[str, float | None] = {}
     for name in STABILITY_MEASURES:
         values = [pair[name] for pair in pairs if pair[name] is not None]
@@ -198,7 +194,7 @@ class Matching:
 
 @torch.no_grad()
 def matching(first: Dictionary, second: Dictionary) -> Matching:
-    """Match the latents of two SAEs of one d_in, on one device, by `best_pairs` of decoder vectors; see `stability`."""
+    """Match the latents of two SAEs of one d_in, on one device, by `best_pairs` of decoder vectors."""
     metric = first.normalisation.to(torch.float64)
     other = second.normalisation.target_scale.double()
     if not torch.allclose(metric.target_scale, other, rtol=ALIKE):

@@ -76,9 +76,8 @@ def report(
         sae, data, target, device, home, progress: as in `evaluate`; data are a store or rows of one.
         out: appears whole or not at all, in place of an earlier report once that is whole.
         split: rows that the latents are shown on.
-        model: of the rows, to show the tokens that each latent promotes. Or a loaded model, with its `tokenizer`. True:
-            the one that the store names, with a note where it is not on this machine or does not fit into memory; None
-            or False: without.
+        model: of the rows, to show the tokens that each latent promotes, or a loaded one, with its `tokenizer`. True:
+            the one that the store names, or a note where it cannot be loaded; None or False: without.
     """
     from ..measure.latents import latents_given
     from ..measure.measured import ChosenRows

@@ -39,7 +39,7 @@ SPLIT_STYLES: tuple[dict[str, Any], ...] = (
 
 
 def fill_cells(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
-    """Draw cells, whose bounds become the panel's; colours are RGB for each cell, (C, 3), in [0, 1]."""
+    """Draw cells, in RGB colours, (C, 3), in [0, 1]."""
     axes.grid(False)
     axes.imshow(
         cell_image(cells, colours), extent=cells.bounds, origin="lower", interpolation="nearest"
@@ -50,7 +50,7 @@ def fill_cells(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> N
 
 
 def cell_image(cells: PlaneCells, colours: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Cells as an image with dark lines between them, (P, P, 3) in [0, 1]; arguments as in `fill_cells`."""
+    """Cells with dark lines between them, (P, P, 3)."""
     labels = cells.labels
     image = colours[labels]
     edge = np.zeros(labels.shape, bool)
@@ -67,7 +67,7 @@ def tints(count: int) -> NDArray[np.float64]:
 
 
 def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
-    """Draw the cells, coloured by the number of latents they keep; if all keep equally many, to tell them apart."""
+    """Draw cells, coloured by the latents kept; if all keep equally many, to tell them apart."""
     if cells.sizes.min() == cells.sizes.max():
         fill_cells(axes, cells, tints(len(cells.sizes)))
         return
@@ -80,7 +80,7 @@ def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
 
 
 def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
-    """Draw rows on a plane, (M, 2), marked ones, (2,), larger with their numbers; returns the number of rows drawn."""
+    """Draw rows, (M, 2), marked ones, (2,), larger with their numbers; returns the number of rows drawn."""
     points = spread_out(points, POINTS)
     axes.scatter(
         points[:, 0], points[:, 1], s=7, c="#222222", linewidths=0.3, edgecolors="white", zorder=2
@@ -106,8 +106,8 @@ def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
 
 @torch.no_grad()
 def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Tensor]) -> Figure:
-    """Draw the geometry of an SAE in five panels, on the plane through the `marked` rows, (D,) each, by number, or on
-    the plane of the first two principal components."""
+    """Draw an SAE's geometry in five panels, cells on the plane through the `marked` rows, (D,) each, by number, or of
+    the first two principal components."""
     document, D = measured.document, measured.run.sae.d_in
     fvus = {name: number(document["references"][f"{key}_fvu"]) for key, name in FITS.items()}
     metric = document["references"]["metric"]
@@ -134,7 +134,6 @@ def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Te
 
 
 def draw_cells(axes: Axes, measured: Geometry, marked: Mapping[int, Tensor]) -> None:
-    """The cells on a plane by the latents they keep, with rows as dots."""
     sae, x = measured.run.sae, torch.from_numpy(measured.sample)
     plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(x.numpy())
     points = plane.coordinates(x)

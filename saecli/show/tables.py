@@ -22,10 +22,10 @@ WHOLE_CELL = 16  # characters of a cell that is not folded, such as a size or a 
 def table(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> RenderableType:
-    """A table under its title, if any, with one cell per column in each row; numbers are formatted by `number`.
+    """A table under its title, if any; numbers are formatted by `number`.
 
-    The first column and those with phrases stand left, others right. What does not fit the console folds between words;
-    where words do not fit either, the columns stand in two tables, each with the first.
+    The first column and those with phrases stand left, others right. What does not fit folds between words, and then
+    into two tables, each with the first column.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     shown = _Columns(
@@ -35,15 +35,13 @@ def table(
 
 
 def spelt(names: Iterable[str]) -> list[str]:
-    """Names of options or measures as they are read."""
     return [name.replace("_", " ") for name in names]
 
 
 def records_table(
     title: str | None, records: Iterable[JsonObject], columns: Sequence[str] | Mapping[str, str]
 ) -> RenderableType:
-    """A table with a line per record and some of its entries as columns, under their names or those that a mapping
-    gives."""
+    """A line per record, with some of its entries as columns, under their names or those that a mapping gives."""
     heads = [*columns.values()] if isinstance(columns, Mapping) else spelt(columns)
     return table(title, heads, [[record[name] for name in columns] for record in records])
 
@@ -102,7 +100,7 @@ LISTING_HEADS = {"bytes": "size", "created": "begun, UTC"}
 
 
 def stored_tables(document: JsonObject) -> list[RenderableType]:
-    """`store.opening.stores_document`'s document: a store's facts, or a line for each of several."""
+    """A store's facts, or a line for each of several; of `store.opening.stores_document`."""
     stores = document.get("stores", [document])
     cached = all(store["cached"] for store in stores)
     title = "stored already, by the same request" if cached else "stored"
@@ -154,7 +152,7 @@ def _store_facts(store: JsonObject) -> dict[str, Any]:
 
 
 def listing_tables(document: JsonObject) -> list[RenderableType]:
-    """`list_home`'s document for people: a table of stores, one of runs, and a line for each problem."""
+    """A table of stores, one of runs, and a line for each problem; of `list_home`'s document."""
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
         return [f"{home.path} holds nothing yet; {home.stores.remedy}"]
@@ -206,7 +204,7 @@ RUN_FIGURES = {
 
 
 def results_table(documents: Sequence[JsonObject], varied: Sequence[str] = ()) -> RenderableType:
-    """The results of runs, documents of `sae train --json`, with the options that differ."""
+    """The results of `sae train`, with the options that differ."""
     counts = {(document["rows_test"], document["rows_counted"]) for document in documents}
     title = "FVU and L0 on held-out rows, dead latents on training rows"
     if len(counts) == 1:
@@ -227,7 +225,7 @@ def results_table(documents: Sequence[JsonObject], varied: Sequence[str] = ()) -
 
 
 def compared_tables(documents: Sequence[JsonObject]) -> list[RenderableType]:
-    """A table of runs that trained an SAE on: measures before and after, and which SAE each kept."""
+    """Runs that trained an SAE on: measures before and after, and which SAE each kept."""
     compared = [document for document in documents if "kept" in document]
     if not compared:
         return []
@@ -242,8 +240,6 @@ def compared_tables(documents: Sequence[JsonObject]) -> list[RenderableType]:
 
 
 def figures_table(documents: Sequence[JsonObject]) -> RenderableType:
-    """A line per run: its steps, its error on the rows that it was trained on, and its learning rate; its solver's
-    figures are in `--json`."""
     lines = [
         document | document["final"] | {"seconds": round(document["seconds"])}
         for document in documents
