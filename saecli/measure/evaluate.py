@@ -39,7 +39,6 @@ FEW_ROWS = 100  # on fewer, figures change with the rows
 
 
 def sparsity_document(measured: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
-    """What `functions.sparsity` returns."""
     document = measured.heading | counts.result()
     document["dead_fraction"] = measured.subject.dead_fraction
     by_source = measured.by_source
@@ -69,14 +68,13 @@ def compare_measured(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """Measure SAEs with their rows, and note doubtful measures; see `functions.evaluate`."""
+    """`evaluate_all`, with notes on doubtful measures."""
     documents = evaluate_all(measured_saes, model, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     return documents
 
 
 def check_tokens(tokens: int | None, model: Any) -> None:
-    """ConfigError for a number of tokens without a model."""
     if tokens is not None and not model:
         raise ConfigError(
             "--tokens does nothing without --model; leave it out, or name the language model"
@@ -87,7 +85,7 @@ def check_tokens(tokens: int | None, model: Any) -> None:
 def noted(
     what: str, note: Callable[[str], object], can_do_without: bool = True, kind: type = SaeError
 ) -> Iterator[None]:
-    """Turn an error of a kind, or for want of memory, into a note that there is no `what`, if one can do without."""
+    """Turn an error of a kind, or for want of memory, into a note, if one can do without `what`."""
     try:
         yield
     except (SaeError, MemoryError, RuntimeError, OSError) as error:
@@ -97,7 +95,7 @@ def noted(
 
 
 def stored_models(measured: Measured) -> list[str]:
-    """The models that a store's rows came from, with revisions; none if it names none or keeps no tokens."""
+    """The models that rows came from, with revisions; none if a store names none or keeps no tokens."""
     if not measured.rows.inputs:
         return []
     stores = measured.stores.all
@@ -106,7 +104,7 @@ def stored_models(measured: Measured) -> list[str]:
 
 
 def own_models(measured: Measured, device: torch.device) -> list[str]:
-    """`stored_models` if each is on this machine and fits into a device's memory, else an error that says why not."""
+    """`stored_models`; an error unless each is on this machine and fits into a device's memory."""
     from ..model.language_model import check_memory  # transformers takes seconds to import
     from ..model.source import check_downloaded, find_model
 
@@ -120,8 +118,7 @@ def own_models(measured: Measured, device: torch.device) -> list[str]:
 
 
 def check_model(measured: Measured, model: Any) -> "list[tuple[Rows, ModelSource]]":
-    """The rows of each store, inputs first, and its model, from `model_given`; refuses unfit models before other work,
-    loads no weights."""
+    """The rows of each store, inputs first, and its model, from `model_given`; refuses unfit ones, loads no weights."""
     models = model if isinstance(model, list | tuple) else [model]
     target = [measured.rows.target] if measured.rows.target else []
     stores_rows = [measured.of_store, *measured.rows.inputs[1:], *target]
@@ -152,7 +149,7 @@ def evaluate_all(
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
-    """Measure SAEs with their rows; see `functions.evaluate`."""
+    """See `functions.evaluate`."""
     splices: list[_Splice] = []
     if model is True and not any(map(stored_models, measured_saes)):
         check_tokens(tokens, None)
@@ -187,7 +184,7 @@ class _Splice:
     def effects(
         self, tokens: int, listener: Listener, source: int | None = None
     ) -> Iterable[dict[str, Any]]:
-        """For each SAE, the effects on all rows, or on one source's of a mixture."""
+        """For each SAE, on all rows, or on one source's of a mixture."""
         from ..splice.effects import ZERO_TOKENS, effects
 
         rows = self.saes[0].of_store
@@ -213,7 +210,6 @@ class _Splice:
     def add_effects(
         self, documents: Sequence[dict[str, Any]], tokens: int | None, listener: Listener
     ) -> None:
-        """Add the effects on all rows, and on each source's, to the SAEs' documents."""
         # So that several SAEs take about the time of one, but for `LEAST_TOKENS`: a splice costs about as much as the
         # clean pass, which they share.
         wanted = tokens or max(LEAST_TOKENS, 2 * TOKENS // (1 + len(self.members)))
@@ -225,7 +221,7 @@ class _Splice:
                 documents[index]["sources"][number].update(effect)
 
     def _document(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """The effect of replacing all hook points, if of one model, and of each of several alone."""
+        """The effect of all hook points, if of one model, and of each of several alone."""
         document: dict[str, Any] = {}
         if len(self.models) == 1:
             document, *parts = parts
@@ -238,7 +234,7 @@ class _Splice:
 
 
 def _splices(measured_saes: Sequence[Measured], model: Any, listener: Listener) -> list[_Splice]:
-    """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
+    """The passes to make; all that cannot work is refused here."""
     from ..model.language_model import LanguageModel  # transformers takes seconds to import
     from ..splice.passes import Passes
 
@@ -294,7 +290,7 @@ class FeatureScores:
         precision = TP / (TP + FP)    recall = TP / (TP + FN)    F1 = 2 precision recall / (precision + recall)
 
     of the rows on which the latent fires (its code is not 0) and on which its nearest feature does; 0 where the
-    denominator is; each then a mean over all latents. As in `sae_lens.synthetic.evals`, SAELens 6.54.
+    denominator is; then means over all latents, as in `sae_lens.synthetic.evals` 6.54.
 
     Shapes: B rows, n non-zero codes, F = d_sae, G features.
     """
@@ -308,7 +304,7 @@ class FeatureScores:
 
     @torch.no_grad()
     def update(self, z: Codes, truth: csr_array) -> None:
-        """Count a batch of codes, (B, F), and the true codes of the same rows, (B, G)."""
+        """Count codes, (B, F), and the true codes of the same rows, (B, G)."""
         active = torch.from_numpy(truth.toarray() != 0).to(self._nearest.device)  # (B, G)
         if isinstance(z, SparseCodes):
             right = active[z.rows, self._nearest[z.indices]] & (z.values != 0)  # (n,)
@@ -320,8 +316,7 @@ class FeatureScores:
         self.rows += truth.shape[0]
 
     def result(self) -> dict[str, Any]:
-        """`mcc`, `f1`, `precision`, `recall` (means over the latents), `uniqueness`, and `true_l0`, the mean number of
-        features active on a row, over all rows so far."""
+        """The measures; `true_l0` is the mean number of features active on a row."""
         both, fired, true = (counts.double() for counts in (self._both, self._fired, self._true))
         precision, recall = both / fired.clamp(min=1), both / true[self._nearest].clamp(min=1)
         both_rates = (precision + recall).clamp(min=torch.finfo(torch.float64).tiny)
@@ -339,7 +334,7 @@ class FeatureScores:
 def note_doubts(
     documents: Sequence[dict[str, Any]], measured_saes: Sequence[Measured], listener: Listener
 ) -> None:
-    """Warn about rows too few, or of too few documents, and about doubtful measures; see `metrics.doubts`."""
+    """Warn about too few rows or documents, and about doubtful measures; see `metrics.doubts`."""
     for members in by_rows(measured_saes):
         measured_on = measured_saes[members[0]].rows
         few = few_documents(measured_on)
@@ -362,11 +357,9 @@ def together(
     tokens: int | None,
     listener: Listener,
 ) -> dict[str, Any]:
-    """Splice SAEs into a model, all at once, on tokens of the first one's rows; every store must hold the same tokens.
+    """Splice SAEs into a model, all at once, on tokens of the first one's rows, which every store must hold.
 
-    Returns:
-        `model`, the measures of `splice.effects.effects_together`, and `runs`, with the hook points and the errors of
-        each.
+    Returns `model`, the measures of `splice.effects.effects_together`, and `runs`, each with hook points and errors.
     """
     from ..model.language_model import LanguageModel
     from ..splice.effects import check_together, effects_together
@@ -394,6 +387,5 @@ def together(
 
 
 def _mean(measured: Measured) -> Tensor:
-    """The mean of the rows that are predicted, (E,)."""
     mean = torch.from_numpy(measured.rows.spread().mean)
     return mean[-measured.sae.d_out :].to(measured.sae.W_enc)

@@ -30,7 +30,7 @@ Scores = dict[str, float | None]
 
 
 def take_labels(subject: Subject, labels: Path, path: Path, d_sae: int) -> dict[str, Any]:
-    """Add other people's labels to a file; returns what `functions.explain` does."""
+    """Add others' labels to a file."""
     given = others_labels(labels, d_sae)
     everything = add_labels(path, "given", given, d_sae)
     return {
@@ -50,7 +50,7 @@ def label_latents(
     server: Server,
     listener: Listener,
 ) -> dict[str, Any]:
-    """Label latents, score the labels and add them to a file; returns what `functions.explain` does."""
+    """Label latents, score the labels and add them to a file."""
     texts, d_sae = texts_of(run), run.sae.d_sae
     corpus = gather(run, chosen, count, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
@@ -106,7 +106,6 @@ def _scores(
 def _judged(
     endpoint: Endpoint, excerpts: Sequence[LatentExcerpts], rules: Mapping[int, str]
 ) -> dict[str, Any]:
-    """What `explain` returns of the labels and scores by a language model."""
     work = partial(judge, excerpts, rules)
     plan = endpoint.planned(work)
     endpoint.listener.note(
@@ -139,7 +138,7 @@ def file_of_labels(
 
 
 def texts_of(run: Measured) -> TokenTexts:
-    """The texts of the store's tokens; ConfigError if it keeps none, or names no model."""
+    """ConfigError for a store that keeps no tokens, or names no model."""
     model, lacks = run.store.meta.origin.spec, ""
     if not run.store.meta.windows:
         lacks = "keeps no tokens"
@@ -161,7 +160,6 @@ def _line(latent: int, frequency: float | None, labels: Labels) -> dict[str, Any
 def _means(
     name: str, scores: Mapping[int, Scores], measures: Iterable[str] = RULE_SCORES
 ) -> dict[str, Any]:
-    """The mean scores over latents that have them, with intervals."""
     values = {measure: [each[measure] for each in scores.values()] for measure in measures}
     known = {
         measure: [value for value in each if value is not None] for measure, each in values.items()

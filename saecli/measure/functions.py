@@ -1,5 +1,5 @@
-"""The public functions that measure SAEs. An argument is declared here alone: its option, help, default and what is
-allowed. Imports neither NumPy nor torch, but when a function runs: help pages are fast."""
+"""The public functions that measure SAEs. An argument is declared here alone: option, help, default, allowed values.
+Imports neither NumPy nor torch until a function runs: help pages are fast."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -55,8 +55,7 @@ def sparsity(
         `run`, `data`, `split`, the measures of `Firing.result`, among them `frequency`, the fraction of the rows on
         which each latent fires, `dead_fraction`, for a crosscoder `hook_points_document`, for a mixture of texts
         `sources`: `Firing.result` on the rows of each, and `mainly`, the latents with `MAINLY` of their firings there
-        if sources had equally many rows; without those for which equal rates give fewer than `LEAST_ROWS` firings
-        elsewhere.
+        if sources had equally many rows, of those with `LEAST_ROWS` firings elsewhere at equal rates.
     """
     from ..sae.metrics import firing
     from .evaluate import sparsity_document
@@ -86,22 +85,21 @@ def evaluate(
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
 
     Args:
-        sae: an SAE, a run's name or whatever else `load_sae` takes, or a list of them; None for the newest run.
+        sae: what `load_sae` takes, or a list of such; None for the newest run.
         data: a store or its name in the home, read at `split`; or rows chosen from a store, or rows in memory (N, D),
             which are all measured.
         target: for rows in memory an array (N, E).
         model: ID@REVISION is a branch, tag or commit on the hub, by default the commit that the rows came from. Or a
-            loaded model, or several, with their `tokenizer`. True: the model that the store names, as `sae eval` of one
-            SAE, with a note where it is not on this machine or does not fit; None or False: without.
+            loaded model, or several, with their `tokenizer`. True: the model that the store names, or a note where it
+            is not on this machine or does not fit; None or False: without.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         progress: show progress, and the choices made, on stderr.
 
     Returns:
-        `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
-        features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `splice.effects.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
-        models only so; for a mixture of texts `sources`, the same measures on the rows of each, with a model over as
-        many tokens again. For a list of SAEs, a list.
+        `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`; on rows made of known features
+        (`sae import synthetic`) the measures of `FeatureScores.result`; with a model those of `splice.effects.effects`,
+        for a crosscoder as `hook_points` also of each alone, of several models only so; for a mixture of texts
+        `sources`, the same measures on the rows of each. For a list of SAEs, a list.
     """
     from ..model.choice import model_given
     from .evaluate import check_tokens, compare_measured
@@ -145,18 +143,17 @@ def read(
 
     Args:
         sae, device, home, progress: as in `evaluate`.
-        text: a text, or the messages of a chat, each with role and content, for the tokenizer's chat template.
-        model: by default the model that the SAE's file names. Or a loaded model, with its `tokenizer`.
-        compare: another such text.
-        latents: those to describe; `listed`: all that are among the `top` of a token; by default the `top` strongest.
+        text, compare: a text, or the messages of a chat, each with role and content.
+        model: by default the one that the SAE's file names. Or a loaded model, with its `tokenizer`.
+        latents: to describe; `listed`: all that are among the `top` of a token; by default the `top` strongest.
 
     Returns:
         The hook point. `tokens`, each with its text (a character of several tokens stands at the first), whether it is
-        special, in a chat its role, and its `top` strongest latents with codes. `latents`, the strongest first: each
+        special, its role in a chat, and its `top` strongest latents with codes. `latents`, the strongest first, each
         with its largest `code`, `position` and `token` there, the number of tokens that it `fires_on`, its `codes` at
-        these `positions`, its `frequency` on `store_rows` rows of the store that the SAE was trained on, None where
-        that is not here, and its `label` in the run's `labels.json`, if any. With `compare`: its `tokens`, and
-        `latents` by `difference`, the largest code `here` less the largest `there`, in the other text.
+        these `positions`, `frequency` on `store_rows` rows of the store of its training, None without that, and `label`
+        in the run's `labels.json`, if any. With `compare` its `tokens`, and `latents` by `difference`, the largest code
+        `here` less the largest `there`, in the other text.
     """
     from ..base.devices import device_named
     from ..model.language_model import LanguageModel
@@ -227,11 +224,10 @@ def steer(
     loaded one, with its `tokenizer`; `saecli.steering` changes one in a notebook.
 
     Returns:
-        The arguments as used, `scale` by default each latent's largest code on the store; `activation_norm`, the median
-        norm of the prompts' activations that are changed, None if none is; `latents`, each with its `label` in the
-        run's `labels.json`, if any, `decoder_norm`, `prompt_max` and `store_max`, its largest codes on the prompts and
-        on `store_rows` rows of the store that the SAE was trained on, None without these; and `continuations`, for each
-        `prompt` the texts that follow it, `plain` and `steered`.
+        The arguments as used; `activation_norm`, the median norm of the activations that are changed, None without any;
+        `latents`, each with its `label` in the run's `labels.json`, if any, `decoder_norm`, `prompt_max` and
+        `store_max`, its largest codes on the prompts and on `store_rows` rows of the store of its training, None
+        without these; and `continuations`, for each `prompt` the texts that follow it, `plain` and `steered`.
     """
     from ..base.devices import device_named
     from ..model.choice import at_commit, model_given
@@ -298,20 +294,17 @@ def probe(
     """Fit and measure sparse probes on SAEs' latents, and dense ones on activations; CLI equivalent: `sae probe`.
 
     Args:
-        saes: one or several, as in `evaluate`.
-        model: None for the language model whose activations the SAEs were trained on, at their commit. Or a loaded
-            model, with its `tokenizer`.
+        model: by default the one whose activations the SAEs were trained on. Or a loaded model, with its `tokenizer`.
         sets: as one text, names and patterns are separated by commas.
 
     Returns:
         model, context, rows, folds: as used.
         runs: for each SAE `run`, `layer` and `site`.
-        probes: for each SAE and `k`, then for each hook point the dense probe, with `run` and `k` None: `accuracy` and
-            `auc`, means over sets, and the ends of their 95% intervals, `accuracy_low` to `auc_high`; for an SAE
-            `auc_difference` and its ends, the mean over sets of the AUC less the dense probe's. Ends are None for
-            a single set.
-        by_set: `accuracy` and `auc` for each set, with its name, `set`, and `rows`; for an SAE also `latents`, with the
-            largest mean difference over all rows.
+        probes: for each SAE and `k`, then for each hook point's dense probe, with `run` and `k` None: `accuracy` and
+            `auc`, means over sets, and the ends of their 95% intervals, `accuracy_low` to `auc_high`, None for a single
+            set; for an SAE likewise `auc_difference`, the AUC less the dense probe's.
+        by_set: for each set its name, `set`, `rows`, `accuracy` and `auc`; for an SAE also `latents`, of the largest
+            mean difference over all rows.
     """
     from ..base.devices import device_named
     from ..model.language_model import LanguageModel
@@ -408,10 +401,10 @@ def explain(
 
     Returns:
         The run, the store, and `labels`, the file. `latents`, each with its `frequency` on the rows read, the `label`
-        that is shown, None without one, and by kind the label and `scores` in the file. `scores`, a line for the rules
-        and one for the same rules shuffled among latents: for texts and tokens the mean balanced accuracy over
-        `latents`, and its 95% interval. With an endpoint: `plan`, see `Endpoint.planned`; `judged`, a line for each
-        latent and kind of label, see `judge`; and in `judged_scores` means over latents, as in `scores`.
+        that is shown, if any, and by kind the label and `scores` in the file. `scores`, a line for the rules and one
+        for the rules shuffled among latents: for texts and tokens the mean balanced accuracy over `latents`, and its
+        95% interval. With an endpoint: `plan`, see `Endpoint.planned`; `judged`, see `judge`; and `judged_scores`, its
+        means as in `scores`.
     """
     from ..model.saes import open_sae
     from .endpoint import Server
@@ -452,18 +445,17 @@ def controls(
 
     Args:
         run: name of a finished run of `sae train`; None for the newest run.
-        model: as in `evaluate`, for the control with random weights, and for CE and KL of what acts on the run's own
-            rows; not for a crosscoder of several models.
+        model: as in `evaluate`, for the control with random weights, and for CE and KL on the run's own rows; not for
+            a crosscoder of several models.
 
     Returns:
-        controls: a list, the run itself first. For each: `control`, its name, or "none"; `rows`, the number of held-out
-            rows that it is measured on; `fvu`, `l0` and `dead_fraction`; with a world of known features `mcc` and, on
-            the run's own rows, `f1`; with a model, on these, `ce_recovered` and `kl`. A measure that is not defined is
-            None.
+        controls: the run itself first. For each: `control`, its name, or "none"; `rows`, the held-out rows that it is
+            measured on; `fvu`, `l0` and `dead_fraction`; with a world of known features `mcc` and, on the run's own
+            rows, `f1`; with a model, on these, `ce_recovered` and `kl`. None where not defined.
         notes: sentences on controls that are left out.
 
-    Cost: a training for each of up to four controls. Shuffled rows and a random model's are in memory, 4 bytes per
-    number; a control that lacks memory is left out.
+    Cost: up to four trainings. Shuffled rows and a random model's are in memory, 4 bytes per number; a control that
+    lacks memory is left out.
     """
     from .controls import RANDOM, SHUFFLED, Controls, original_of
     from .evaluate import check_tokens

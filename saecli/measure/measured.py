@@ -270,9 +270,8 @@ def own_codes(
     products: int,
     window_bytes: int | None = None,
 ) -> Iterator[Codes]:
-    """An SAE's codes, given `open_sae`'s, of batches drawn at random from the stores of its training; nothing where one
-    is missing, without rows yet, or unfit. At least `rows` rows in all, or fewer where encoding would take more than
-    `products` multiplications; one batch at least. `window_bytes` as in `Rows.batches`."""
+    """An SAE's codes on random batches from the stores of its training, none where one is missing or unfit: of `rows`
+    rows, or fewer above `products` multiplications, one batch at least. `window_bytes` as in `Rows.batches`."""
     subject, _ = opened
     names = [name for name in (*subject.inputs, subject.target) if name]
     if not names or not all(name in home.stores or Path(name).exists() for name in names):

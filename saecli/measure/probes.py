@@ -1,11 +1,9 @@
 """Sparse probes on SAEs' latents, and dense ones on activations: logistic regression, cross-validated.
 
-A k-sparse probe takes the k latents whose mean codes differ most between the classes of the training part, in units of
-each latent's mean magnitude where it fires, as sae-probes does: no latent is chosen for the scale of its codes. Probes
-are standardised by their training part, and C is the best of `CS` by AUC, cross-validated inside it.
-
-The labelled texts are the 113 sets of two classes in the package sae-probes. They are read from its files: to import it
-would import TransformerLens and SAELens, which its data do not need.
+A k-sparse probe takes the k latents whose mean codes differ most between classes in the training part, in units of each
+latent's mean magnitude where it fires, as sae-probes does. Features are standardised by the training part, and C is the
+best of `CS` by AUC, cross-validated inside it. The labelled texts are the 113 sets of two classes in the package
+sae-probes, read from its files: to import it would import TransformerLens and SAELens.
 
 Sources: Gurnee et al., "Finding Neurons in a Haystack: Case Studies with Sparse Probing" (2023), for the choice by mean
 difference; Kantamneni et al., "Are Sparse Autoencoders Useful? A Case Study in Sparse Probing" (2025).
@@ -60,7 +58,7 @@ def probe_sets(
     labelled_sets: "Iterable[LabelledSet]",
     k: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """The scores of each set's probes: of each SAE's latents by number, and of activations at each hook point."""
+    """The scores of each set's probes, on each SAE's latents and on activations at each hook point."""
     device = last_tokens.device
     saes_on_device = [each.sae.copy_to(device) for each in probed]
     lines: list[dict[str, Any]] = []
@@ -82,7 +80,6 @@ def probe_sets(
 def probes_document(
     probed: Sequence[Placement], model: str, context: int, rows: int, lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `functions.probe` returns, given the lines of `probe_sets`."""
     return {
         "model": model,
         "context": context,
@@ -95,7 +92,7 @@ def probes_document(
 
 
 def demand_probed(probed: Sequence[Placement], k: Sequence[int]) -> None:
-    """ConfigError for SAEs that cannot be probed together, or with k latents."""
+    """ConfigError for SAEs that cannot be probed together, or by k latents."""
     names = [each.name for each in probed]
     for name in names:
         if names.count(name) > 1:
@@ -125,7 +122,7 @@ def demand_probed(probed: Sequence[Placement], k: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class LabelledSet:
-    """N texts of two classes, equally many of each: `labels` (N,), bool."""
+    """N texts, equally many of each class; `labels` (N,), bool."""
 
     name: str
     texts: list[str]
@@ -153,7 +150,6 @@ def _line(
 def means_and_intervals(
     values: Mapping[str, Sequence[float]],
 ) -> dict[str, float | None]:
-    """The mean of each measure's values, and the ends of its interval; see `mean_and_interval`."""
     means: dict[str, float | None] = {}
     for name, each in values.items():
         mean, low, high = mean_and_interval(np.asarray(each))
@@ -181,7 +177,7 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def mean_and_interval(
     values: NDArray[np.float64],
 ) -> tuple[float | None, float | None, float | None]:
-    """The mean, None for no value, and the ends of its 95% interval by Student's t, None for less than two."""
+    """The mean, None without values, and the ends of its 95% interval by Student's t, None below two."""
     if len(values) < 2:
         return float(values[0]) if len(values) else None, None, None
     mean = float(np.mean(values))
@@ -191,7 +187,7 @@ def mean_and_interval(
 
 
 def most_different(codes: csr_array, labels: NDArray[np.bool_], count: int) -> list[int]:
-    """The latents whose mean codes, (N, F), differ most between classes, the most different first."""
+    """The latents whose mean codes, (N, F), differ most between classes, largest first."""
     difference = np.asarray(codes[labels].mean(0) - codes[~labels].mean(0)).ravel()
     fired = np.asarray((codes != 0).sum(0)).ravel()
     magnitude = np.asarray(abs(codes).sum(0), np.float64).ravel() / np.maximum(fired, 1)
@@ -200,7 +196,7 @@ def most_different(codes: csr_array, labels: NDArray[np.bool_], count: int) -> l
 
 
 def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> FoldScores:
-    """The scores of `count`-sparse probes on codes, (N, F), whose latents each training part chooses."""
+    """Of probes on `count` latents, chosen by each training part from codes, (N, F)."""
     features = []
     for train, _ in _folds(FOLDS).split(labels, labels):
         latents = most_different(codes[train], labels[train], count)
@@ -209,14 +205,13 @@ def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> Fo
 
 
 def dense_scores(x: NDArray[np.float64], labels: NDArray[np.bool_]) -> FoldScores:
-    """The scores of a probe on all of x, (N, P)."""
-    return _cross_validated([x] * FOLDS, labels)
+    return _cross_validated([x] * FOLDS, labels)  # x: (N, P)
 
 
 def _cross_validated(
     features: Sequence[NDArray[np.float64]], labels: NDArray[np.bool_]
 ) -> FoldScores:
-    """The scores given, for each fold, the features of all rows, (N, P)."""
+    """Given, for each fold, the features of all rows, (N, P)."""
     probe = GridSearchCV(
         make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
         {"logisticregression__C": CS},
@@ -237,8 +232,8 @@ def _folds(count: int) -> StratifiedKFold:
 
 
 class LastTokens:
-    """Reads activations at the last token of texts; one of more than `context` tokens, with the special ones before
-    it, loses its beginning, as in sae-probes."""
+    """Reads activations at the last token of texts; beyond `context` tokens, with special ones, a text loses its
+    beginning, as in sae-probes."""
 
     def __init__(
         self, model: LanguageModel, points: Sequence[HookPoint], context: int, prepend_bos: bool
@@ -250,7 +245,7 @@ class LastTokens:
         self.device = model.device
 
     def __call__(self, texts: Sequence[str]) -> dict[HookPoint, Tensor]:
-        """The activations at each hook point, (N, D), float32, on the CPU."""
+        """At each hook point (N, D), float32, on the CPU."""
         windows = [self._window(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda index: -windows[index].length)
         ordered = (windows[index] for index in order)
@@ -267,7 +262,6 @@ class LastTokens:
         return x
 
     def _window(self, text: str) -> TextWindow:
-        """A text's last tokens; only the last is read."""
         encoded, _ = text_ids(self._model.tokenizer, text, self._affixes.prefix)
         if not encoded:
             raise ModelError(
@@ -280,7 +274,7 @@ class LastTokens:
 
 
 class Sets:
-    """The sets of the installed package; `names` in its order. ModelError if it is not installed."""
+    """The sets of the installed package; ModelError without it."""
 
     def __init__(self) -> None:
         package = find_spec(PACKAGE)
@@ -300,8 +294,7 @@ class Sets:
         self.names = list(self._files)
 
     def chosen(self, words: str | Sequence[str] | None) -> list[str]:
-        """The sets that words match: names, or patterns such as *emotion*; as one text, separated by commas; None for
-        all."""
+        """The sets that names or patterns match, as one text separated by commas; None for all."""
         if words is None:
             return self.names
         if isinstance(words, str):
@@ -318,13 +311,12 @@ class Sets:
         return [name for name in self.names if name in chosen]
 
     def each(self, names: Sequence[str], rows: int, show: Step) -> Iterator[LabelledSet]:
-        """`read` of sets in turn, each shown before."""
         for done, name in enumerate(names):
             show(done * rows, name)
             yield self.read(name, rows)
 
     def read(self, name: str, rows: int) -> LabelledSet:
-        """A set's texts: `rows`, half of each class, always the same ones; fewer if it has fewer."""
+        """`rows` of a set's texts, half of each class, always the same; fewer if it has fewer."""
         table = _read(self._files[name], ["prompt", "target"])
         labels = (table["target"] == table["target"].max()).to_numpy(dtype=bool)
         each = min(rows // 2, labels.sum(), (~labels).sum())

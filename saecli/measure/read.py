@@ -1,8 +1,8 @@
 """The latents that fire on a text: on each of its tokens, and over all of it.
 
-A text is cut into windows as `sae extract` cuts documents, of at most `CONTEXT` tokens or the model's limit. Special
-tokens (BOS, a chat's control tokens) and the first token of a window, the attention sink where there is no BOS, have
-activations of another size: they get no codes.
+A text is cut into windows as by `sae extract`, of at most `CONTEXT` tokens or the model's limit. Special tokens (BOS, a
+chat's control tokens) and a window's first token, the attention sink without BOS, get no codes: their activations are
+of another size.
 
 Shapes: T tokens of a text, n of them with codes, D = d_in, F = d_sae.
 """
@@ -42,8 +42,6 @@ SAMPLE_WINDOW_BYTES = 1 << 24  # read before the first batch of the sample
 
 @dataclass(frozen=True)
 class Reading:
-    """A text's tokens and their codes."""
-
     tokens: np.ndarray  # (T,), of `windows.TOKEN`
     texts: list[str]  # of each token, or of the character that it is a part of
     further: list[bool]  # whether a token continues the character before
@@ -61,7 +59,6 @@ class Reading:
         return np.where(-low > high, low, high)
 
     def lines(self, top: int) -> list[dict[str, Any]]:
-        """Each token with its strongest latents."""
         is_chat = bool(self.tokens["role"].any())
         lines = []
         for position, token in enumerate(self.tokens):
@@ -81,7 +78,6 @@ class Reading:
         return lines
 
     def latent(self, latent: int) -> dict[str, Any]:
-        """A latent's largest code, and all that are not zero."""
         begin, end = self.by_latent.indptr[latent : latent + 2]
         positions, codes = self.by_latent.indices[begin:end], self.by_latent.data[begin:end]
         position = int(positions[abs(codes).argmax()]) if len(codes) else None
@@ -131,7 +127,7 @@ class Reader:
         return Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]))
 
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
-        """The codes of the tokens that are `read`, (T,), as (T, F)."""
+        """Of the tokens that are `read`, (T,), as (T, F)."""
         stored = [TextWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
         batches = stored_activations(self._model, stored, self._points, 1)
         blocks = [codes_of(self._sae, torch.cat(at_points, dim=1)) for at_points in batches]
@@ -152,7 +148,7 @@ def _ordered(sizes: np.ndarray, chosen: list[int] | None, top: int) -> list[int]
 
 
 def store_frequencies(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Firing:
-    """How often latents fire on rows of the store that an SAE was trained on; no rows where that is not here."""
+    """How often latents fire on the store of training; no rows where that is not here."""
     counts = Firing(opened[1].sae.d_sae, device=device_named(device))
     for codes in own_codes(
         home, opened, device, FREQUENCY_ROWS, SAMPLED_PRODUCTS, SAMPLE_WINDOW_BYTES
@@ -170,7 +166,7 @@ def reading_document(
     firing: Firing,
     labels: Mapping[int, str],
 ) -> dict[str, Any]:
-    """What `functions.read` returns, of a text and perhaps of another to compare with."""
+    """Of a text, and perhaps another to compare with."""
     lines = [reading.lines(top) for reading in readings]
     if described == "listed":
         listed = [of_token["latent"] for line in chain(*lines) for of_token in line["latents"]]

@@ -7,8 +7,8 @@ the rule of largest balanced accuracy on training tokens,
 
 where p_v is the fraction of the firings that have value v, and q_v of the silent tokens: the best values of a kind are
 found one by one. Firings weigh by the square of their rank by code, the strongest 1, the median 1/4. Of k firings with
-a value, `sqrt(k)`, their standard deviation, do not count. Each further value must add `LEAST_GAIN`; kinds that say less,
-or have more values, have a cost.
+a value, `sqrt(k)`, their standard deviation, do not count. Each further value must add `LEAST_GAIN`; kinds that say
+less, or have more values, have a cost.
 
 Shapes: n tokens, V values of a kind, F = d_sae.
 """

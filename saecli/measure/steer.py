@@ -5,9 +5,9 @@
     ablate    x' = x - z_i W_dec[i]              the code set to 0
 
 summed over the chosen latents i, with z the codes of x: the reconstruction error stays. A transcoder's codes are of the
-activations that it reads, and those that it predicts are changed. A crosscoder's need all its hook points, perhaps of
-several models, at once: its latents can be added at one of them. Special tokens (BOS) keep their activations, and so
-does the first token of a text, which is the attention sink where there is no BOS.
+activations that it reads, and those that it predicts are changed. A crosscoder's need all its hook points at once: its
+latents can be added at one of them. Special tokens (BOS) keep their activations, as does the first token of a text, the
+attention sink where there is no BOS.
 
 Sources: Turner et al., "Steering Language Models With Activation Engineering" (2023), for adding; Templeton et al.,
 "Scaling Monosemanticity" (2024), for clamping. Shapes: T tokens, N of them not special, S chosen latents, E = d_out.
@@ -52,7 +52,7 @@ SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # of the store at most
 
 
 class OnStore(NamedTuple):
-    """The largest code of each chosen latent on rows of the store that an SAE was trained on."""
+    """Each chosen latent's largest code on rows of the store of training."""
 
     codes: list[float]
     rows: int  # 0 without the store
@@ -71,7 +71,7 @@ class Change(NamedTuple):
             )
 
     def scaled_by(self, on_store: OnStore) -> "Change":
-        """The change with the largest codes on the store for scales that are not given."""
+        """With the largest codes on the store for scales that are not given."""
         if self.scales:
             return self
         if not on_store.rows:
@@ -127,7 +127,7 @@ def steerable(
     layer: int | None,
     site: str | None,
 ) -> Placement:
-    """An SAE where it acts; of a crosscoder the decoder of one of its hook points."""
+    """An SAE where it acts; of a crosscoder the decoder of one hook point."""
     if not opened[1].sae.widths:
         return placement(opened, layer, site)
     crosscoder = placement(opened, None, None)
@@ -190,8 +190,8 @@ def steering(
 
     Args:
         sae: as in `evaluate`; one in memory needs `layer` and `site`, or `module`, the hook point that it reads.
-        method: add, clamp or ablate, as above; `scale` is in units of the latent's code, one for all latents or each.
-        special: token ids whose activations stay; by default the model's BOS, EOS and padding.
+        method: add, clamp or ablate; `scale` is in units of the code, one for all latents or each.
+        special: token ids whose activations stay; by default BOS, EOS and padding.
     """
     name = getattr(model.config, "name_or_path", None)
     opened = as_usual(open_sae)(Home.at(home), sae, Silent())
@@ -243,7 +243,7 @@ class Prompts:
         sampling: Sampling,
         listener: Listener,
     ) -> Self:
-        """Of texts; `encodes`: the SAE can, and is no part of a crosscoder."""
+        """`encodes`: the SAE is no part of a crosscoder."""
         prefix = affixes(model.tokenizer, sae_at.prepend_bos).prefix
         most = sampling.max_new_tokens
         inputs = [_token_ids(model, prefix, text, most, listener) for text in texts]
@@ -254,7 +254,6 @@ class Prompts:
     def continued(
         self, change: Change, sampling: Sampling, listener: Listener
     ) -> list[dict[str, str]]:
-        """Each prompt with the texts that follow it, plain and steered."""
         model, texts = self.model, TokenTexts(self.model.tokenizer)
         label = f"continuing with {model.source.name}"
         continuations = []
@@ -271,7 +270,7 @@ class Prompts:
 def _token_ids(
     model: LanguageModel, prefix: list[int], prompt: str, most: int, listener: Listener
 ) -> Tensor:
-    """A prompt's tokens, (1, T), after the special ones that windows begin with."""
+    """(1, T), after the special tokens that windows begin with."""
     own_ids, is_repeated = text_ids(model.tokenizer, prompt, prefix)
     if is_repeated:
         listener.warn(f"--prompt {REPEATED}")
@@ -290,7 +289,7 @@ def _token_ids(
 def _activations(
     model: LanguageModel, inputs: list[Tensor], special: list[int], sae_at: Placement
 ) -> tuple[Tensor, Tensor]:
-    """The activations that an SAE reads and writes, (N, D) and (N, E), at the prompts' tokens that are changed."""
+    """Where the SAE reads and writes, (N, D) and (N, E), at the tokens that are changed."""
     windows = []
     for token_ids in inputs:
         changed = ~np.isin(token_ids[0].numpy(), special)
@@ -310,7 +309,6 @@ def steering_document(
     labels: Mapping[int, str],
     continuations: list[dict[str, str]],
 ) -> dict[str, Any]:
-    """What `functions.steer` returns."""
     sae_at = change.placement
     norms = prompts.written.norm(dim=1)
     return {
@@ -331,7 +329,6 @@ def steering_document(
 def _latent_lines(
     change: Change, x: Tensor, on_store: OnStore, labels: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """Each latent, with its largest codes on the prompts' activations, (N, D), and on the store."""
     sae = change.placement.sae
     codes = sae.copy_to(x.device).encode(x)[:, change.latents]  # (N, S)
     return [

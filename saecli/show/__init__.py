@@ -4,7 +4,7 @@ tables.py    the helper that makes every table; tables of stores, training, geom
 measures.py  the tables of eval, sparsity, probe, controls, refit and steer
 prompts.py   tables, a coloured text and a page of the latents that fire on a text
 style.py     the common style of pictures, and saving them
-pictures.py  pictures of runs: loss curves, firing, patterns, frontier; of latents: probes, stability, hook points
+pictures.py  loss curves, firing, patterns, frontier, probes, stability, hook points
 geometry.py  pictures of cells on a plane, margins and local complexity
 drawing.py   saecli.draw: the commands' pictures as figures for a notebook
 report/      pages of latents for a browser: `__init__.py` writes them, `pages.py` fills them; assets/

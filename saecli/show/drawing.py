@@ -109,7 +109,7 @@ def draw(
     """Figures as by a command's `--plot`: loss, frontier (`sae eval`), sparsity, geometry, stability or probe.
 
     Args:
-        saes: as in `load_sae`; none for the newest run. loss takes names of runs, a figure each; geometry one SAE.
+        saes: none for the newest run. loss takes names of runs, a figure each; geometry one SAE.
         data, split, device, home, progress: as in `evaluate`; loss and probe need neither data nor split.
         **options: further options of `geometry` (with `slice_`), `probe`, `stability`; `target` of frontier, sparsity.
     """

@@ -40,7 +40,7 @@ SETS_LISTED = 20
 
 
 def curve(lines: Sequence[JsonObject], key: str) -> list[tuple[int, float]]:
-    """The steps and finite values of a measure, from the lines of `metrics.jsonl`."""
+    """Steps and finite values of a measure, from lines of `metrics.jsonl`."""
     points = [(line["step"], line.get(key)) for line in lines]
     return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
 
@@ -48,7 +48,7 @@ def curve(lines: Sequence[JsonObject], key: str) -> list[tuple[int, float]]:
 def l0_bins(
     histogram: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Counts and edges of a histogram of L0, (F + 1,), regrouped into at most `most` bins over its range."""
+    """Counts and edges of a histogram of L0, (F + 1,), in at most `most` bins."""
     present = np.flatnonzero(histogram)
     if not len(present):
         return np.zeros(1, int), np.array([-0.5, 0.5])
@@ -59,19 +59,18 @@ def l0_bins(
 
 
 def frequency_edges(*frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Edges of 30 logarithmic bins for the latents' non-zero firing frequencies."""
+    """Edges of 30 logarithmic bins for non-zero frequencies."""
     positive = np.concatenate([[], *(values[values > 0] for values in frequencies)])
     lowest = positive.min(initial=1.0) if len(positive) else 1e-3
     return np.logspace(math.floor(math.log10(lowest)), 0, 31)
 
 
 def sparsest_first(runs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Measures of runs by L0, of equal ones by FVU."""
     return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
 
 
 def evaluation_tables(ranked: Sequence[JsonObject], models: Sequence[str]) -> list[RenderableType]:
-    """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
+    """Reconstruction, known features found, and the effect on the language model, where measured."""
     title = "sparsest first" if len(ranked) > 1 else None
     names = [*RECONSTRUCTION]
     if any(run["metric_fvu"] != run["fvu"] for run in ranked):
@@ -103,7 +102,7 @@ def evaluation_tables(ranked: Sequence[JsonObject], models: Sequence[str]) -> li
 
 
 def together_tables(runs: Sequence[JsonObject], effect: JsonObject) -> list[RenderableType]:
-    """The tables of `sae eval --together`: the effect of all runs at once, and each run's error."""
+    """The effect of all runs at once, and each run's error."""
     title = f"all {counted(len(runs), 'run')} at once in {effect['model']}; in nats per token"
     meanings = "fvu on held-out rows; of what the model has with the others spliced in; of what it has without any"
     errors = [run | error for run, error in zip(runs, effect["runs"], strict=True)]
@@ -115,7 +114,7 @@ def together_tables(runs: Sequence[JsonObject], effect: JsonObject) -> list[Rend
 
 
 def _by_source(runs: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
-    """Each run's name and measures, and after it the measures of each source of a mixture."""
+    """Each run's name and measures, then those of its sources."""
     for run in runs:
         yield run["run"], run
         for source in run.get("sources", ()):
@@ -125,7 +124,7 @@ def _by_source(runs: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
 def comparison(
     runs: Sequence[JsonObject], columns: Sequence[str], title: str | None = None
 ) -> RenderableType:
-    """A table of runs' measures, a line per run, and one per source of a mixture of texts."""
+    """A line per run, and one per source of a mixture of texts."""
     lines = []
     by_run: JsonObject = {}
     for name, measures in _by_source(runs):
@@ -138,7 +137,7 @@ def comparison(
 
 
 def extremes(run: JsonObject) -> str:
-    """Lines that list a run's dense latents, its silent ones, and numbers by source."""
+    """A run's dense latents, its silent ones, and numbers by source."""
     frequency, labels = np.array(run["frequency"]), run.get("labels", {})
     order = np.argsort(-frequency, kind="stable")
     dense = [
@@ -216,7 +215,7 @@ def stability_table(document: JsonObject) -> RenderableType:
 
 
 def probe_tables(document: JsonObject) -> list[RenderableType]:
-    """The tables of `sae probe`: AUC, its difference from the dense probe's, accuracy; for few sets the AUC of each."""
+    """AUC, its difference from the dense probe's, accuracy; for few sets the AUC of each."""
     probes, runs = document["probes"], document["runs"]
     counts = list(dict.fromkeys(line["k"] for line in probes if line["k"] is not None))
     sets = counted(probes[0]["sets"], "set")
@@ -255,7 +254,7 @@ def _probes_by_set(document: JsonObject, k: int) -> RenderableType:
 
 
 def probes_of(lines: Sequence[JsonObject], run: JsonObject, k: int | None) -> list[JsonObject]:
-    """The lines of a run's probes; k None: of the dense ones at its hook point."""
+    """The lines of a run's probes; k None: of the dense ones there."""
     wanted = {**run, "k": k} if k is not None else {**run, "run": None, "k": None}
     return [line for line in lines if all(line[key] == value for key, value in wanted.items())]
 
@@ -269,7 +268,7 @@ def _with_interval(line: JsonObject, name: str) -> str:
 
 
 def controls_table(document: JsonObject) -> RenderableType:
-    """The table of `sae controls`; measures that no training has are left out."""
+    """Measures that no training has are left out."""
     run, lines = document["run"], document["controls"]
     shown = [name for name in CONTROLLED if any(line[name] is not None for line in lines)]
     trainings = [run if line["control"] == "none" else line["control"] for line in lines]
@@ -297,7 +296,7 @@ def refit_table(document: JsonObject) -> RenderableType:
 
 
 def steering_tables(document: JsonObject) -> list[RenderableType]:
-    """The output of `sae steer`: a table of latents, and each prompt with both continuations, a line each."""
+    """A table of latents, and each prompt with both continuations."""
     layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
     title = (
         f"{document['method']} latents of {document['run']} in {document['model']}, "
@@ -325,7 +324,7 @@ def steering_tables(document: JsonObject) -> list[RenderableType]:
 
 
 def _unchanged(document: JsonObject) -> list[str]:
-    """A sentence if all texts stayed the same: why, and the scale of a large change."""
+    """If all texts stayed the same: why, and the scale of a large change."""
     if any(texts["plain"] != texts["steered"] for texts in document["continuations"]):
         return []
     strongest = max(document["latents"], key=lambda line: abs(line["scale"]) * line["decoder_norm"])
@@ -341,7 +340,7 @@ def _unchanged(document: JsonObject) -> list[str]:
 
 
 def explanation_tables(document: JsonObject, top: int) -> list[RenderableType]:
-    """The output of `sae explain`: the first `top` latents with labels and scores, and the mean scores."""
+    """The first `top` latents with labels and scores, and mean scores."""
     latents, means = document["latents"], document["scores"]
     kind, measures = ("rule", ["texts", "tokens"]) if means else ("given", [])
     rows = []
@@ -379,7 +378,7 @@ def explanation_tables(document: JsonObject, top: int) -> list[RenderableType]:
 
 
 def _means_table(means: Sequence[JsonObject], measures: Sequence[str]) -> RenderableType:
-    """Mean scores of kinds of labels; of a judge, the answers that do not count too."""
+    """By kind of label; of a judge, also answers that do not count."""
     rows = [
         [
             line["labels"],

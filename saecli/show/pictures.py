@@ -42,7 +42,7 @@ FREQUENCY_LABEL = "fraction of rows a latent fires on"
 
 
 def draw_losses(path: Path | None, name: str, lines: Sequence[JsonObject]) -> Figure:
-    """Draw FVU and L0 of a run's training batches and held-out rows by step, given its `metrics.jsonl`."""
+    """Draw FVU and L0 of training batches and held-out rows by step, given a run's `metrics.jsonl`."""
     style = line_style(0)
     panels = {"fvu": FVU_LABEL, "l0": L0_LABEL}
     curves = {  # steps and values, (2, any number), of batches and of held-out rows
@@ -85,8 +85,8 @@ def _draw_threshold(axes: Axes, x: float, words: str) -> None:
 
 
 def draw_firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
-    """Draw the distributions of L0 over rows and of firing frequency over latents, given for each name the rows on
-    which 0, 1, ..., F latents fire, (F + 1,), and each latent's frequency, (F,)."""
+    """Draw the distributions of L0 over rows and of frequency over latents, given by name the rows on which 0, 1, ...,
+    F latents fire, (F + 1,), and frequencies, (F,)."""
     l0s = {name: np.asarray(l0) for name, (l0, _) in runs.items()}
     frequencies = {name: np.asarray(frequency) for name, (_, frequency) in runs.items()}
     constant = bool(l0s) and all(np.count_nonzero(l0) == 1 for l0 in l0s.values())
@@ -156,8 +156,8 @@ def draw_patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
 def draw_sparsity(
     path: Path | None, tallies: Sequence[Firing], runs: Sequence[JsonObject]
 ) -> list[tuple[Path | None, Figure]]:
-    """Draw L0 and frequencies to `path`; each run's codes of its first rows, and a crosscoder's latents by hook point,
-    to names that begin with the stem of `path`."""
+    """Draw L0 and frequencies to `path`; each run's codes, and a crosscoder's latents by hook point, to names that
+    begin with its stem."""
     histograms = {
         run["run"]: (tally.l0_histogram, tally.frequency)
         for run, tally in zip(runs, tallies, strict=True)
@@ -186,8 +186,8 @@ def draw_sparsity(
 def draw_frontier(
     path: Path | None, runs: Sequence[JsonObject], families: Mapping[str, str]
 ) -> Figure:
-    """Draw runs by L0 and FVU, numbered in the order given, a family (by the run's name) with one marker and joined;
-    runs with a measure that is not finite are left out."""
+    """Draw runs by L0 and FVU, numbered in order, a family (by the run's name) with one marker and joined; without runs
+    whose measures are not finite."""
     numbers = numbered(run["run"] for run in runs)
     runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
     members: dict[str, list[JsonObject]] = {}
@@ -243,8 +243,7 @@ def draw_frontier(
 
 
 def draw_probes(path: Path | None, document: JsonObject) -> Figure:
-    """Draw the document of `saecli.probe`: the AUC against the number of latents, and set by set against the dense
-    probe's, which is dotted."""
+    """Draw the AUC against the number of latents, and set by set against the dense probe's, which is dotted."""
     runs = document["runs"]
     of_run = [[line for line in document["probes"] if line["run"] == run["run"]] for run in runs]
     counts = [line["k"] for line in of_run[0]]
@@ -290,7 +289,7 @@ def draw_probes(path: Path | None, document: JsonObject) -> Figure:
 
 
 def _auc_ends(lines: Sequence[JsonObject]) -> NDArray[np.float64]:
-    """AUCs and the ends of their intervals, (3, any number); an AUC without an interval is both."""
+    """AUCs and the ends of their intervals, (3, any number); without an interval, the AUC."""
     ends = [
         [line["auc"] if line[name] is None else line[name] for line in lines]
         for name in ("auc", "auc_low", "auc_high")
@@ -299,8 +298,8 @@ def _auc_ends(lines: Sequence[JsonObject]) -> NDArray[np.float64]:
 
 
 def draw_stability(path: Path | None, document: JsonObject) -> Figure:
-    """Draw the document of `saecli.stability`: |cosine| of latents with their counterparts, and the fraction of runs
-    they are matched in against their frequency, a point for each tenth of a run's firing latents."""
+    """Draw |cosine| of latents with their counterparts, and the fraction of runs they are matched in by frequency, a
+    point for each tenth of a run's firing latents."""
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         handles, labels = [], []
@@ -353,8 +352,8 @@ def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
 
 
 def draw_hook_points(path: Path | None, run: JsonObject) -> Figure:
-    """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, and at the largest one nu^epsilon
-    elsewhere; hollow where other latents carry it (nu^r)."""
+    """Draw a crosscoder's latents: the fraction of decoder norm by hook point, and at the largest nu^epsilon elsewhere;
+    hollow where other latents carry it (nu^r)."""
     fraction = np.array(run["share"], float)
     largest = fraction.argmax(1)
     nu, carried = (np.array(run[name], float) for name in ("nu_error", "nu_reconstruction"))

@@ -24,7 +24,6 @@ PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pa
 
 
 def write_prompt_page(path: Path, document: JsonObject) -> None:
-    """A page that holds the document, whose latents should be those that its tokens list."""
     shown = {**document, "model": without_folders(document["model"])}
     page = page_of("read", f"{document['run']}: a prompt", PROMPT_SCRIPTS, shown)
     with appearing_whole(path) as temporary:
@@ -32,7 +31,7 @@ def write_prompt_page(path: Path, document: JsonObject) -> None:
 
 
 def prompt_tables(document: JsonObject) -> list[RenderableType]:
-    """Each token's strongest latents, a line each; then the whole text's, or the ones that differ most between two."""
+    """Each token's strongest latents; then the whole text's, or the ones that differ most between two."""
     tokens, rows, part = document["tokens"], document["store_rows"], document["compare"]
     lines = [_token_line(position, token) for position, token in enumerate(tokens[:TOKENS_LISTED])]
     if (more := len(tokens) - TOKENS_LISTED) > 0:
@@ -76,7 +75,7 @@ def _token_line(position: int, token: JsonObject) -> Text:
 
 
 def _alone(text: str) -> str:
-    """A token that stands alone: spaces at its ends and letters that are not printable can be seen."""
+    """A token alone: spaces at its ends and unprintable letters can be seen."""
     inner = text.strip(" ")
     if not inner:
         return "␣" * len(text) or "·"  # a further part of the character before
@@ -95,7 +94,6 @@ def _percent(frequency: float | None, rows: int | None) -> str:
 
 
 def coloured(document: JsonObject) -> list[RenderableType]:
-    """Each text, with the tokens on which the first latent fires coloured by its code."""
     latent = document["latents"][0]
     texts = [(document["tokens"], latent)]
     if document["compare"] is not None:
@@ -113,7 +111,7 @@ def coloured(document: JsonObject) -> list[RenderableType]:
 
 @dataclass(frozen=True)
 class ColouredText:
-    """A text, each token's background by its code; without colours, the code after the token."""
+    """Each token's background by its code; without colours, the code after it."""
 
     tokens: Sequence[JsonObject]
     codes: Mapping[int, float]  # by position

@@ -56,7 +56,6 @@ NAME_WIDTH = 40  # letters of a run's name in a legend
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a picture's path whose ending is not in `PICTURE_FORMATS`, before the work is done."""
     if path.suffix.lower() not in PICTURE_FORMATS:
         raise ConfigError(
             f"cannot draw --plot {path}: a picture's name ends in {', '.join(PICTURE_FORMATS)}; choose another"
@@ -65,8 +64,8 @@ def check_suffix(path: Path) -> None:
 
 @contextmanager
 def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
-    """An empty figure in the common style, its size in inches. After the block it is saved to `path`, PNG, PDF or SVG
-    by its ending; None: it is only laid out, for a notebook."""
+    """An empty figure in the common style, its size in inches. After the block it is saved to `path`; None: only laid
+    out, for a notebook."""
     if path is not None:
         check_suffix(path)
     with matplotlib.rc_context(STYLE):
@@ -84,7 +83,7 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
 
 
 def numbered(names: Iterable[str]) -> dict[str, int]:
-    """The runs' numbers for `colour` and `marker`: pictures of the same runs in another order agree."""
+    """Numbers for `colour` and `marker`, alike in pictures of the same runs in another order."""
     return {name: number for number, name in enumerate(sorted({*names}))}
 
 
@@ -97,14 +96,13 @@ def marker(index: int) -> str:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and dash of the run of that number, as keywords of `Axes.plot`."""
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     return {"color": colour(index), "linestyle": dash}
 
 
 def short(name: str) -> str:
-    """A name as a label: the middle of a long one left out, unprintable characters as U+FFFD, dollars escaped, which
-    would begin a formula."""
+    """A label: the middle of a long name left out, unprintable characters as U+FFFD, dollars, which begin a formula,
+    escaped."""
     half = NAME_WIDTH // 2 - 1
     shown = name if len(name) <= NAME_WIDTH else f"{name[:half]}…{name[-half:]}"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace(

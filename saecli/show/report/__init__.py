@@ -1,8 +1,7 @@
-"""A report on an SAE's latents as HTML pages: `pages.py` fills them with what `measure.report` finds.
+"""A report on an SAE's latents as HTML pages, filled by `pages.py`.
 
-`index.html` holds style, script and the overview. The latents' pages are in `latents/00000.js` and on, several latents
-per file, each a call of the script's function `saeLatents`: a page opened from disk may run scripts next to it, but not
-read files.
+`index.html` holds style, script and the overview; `latents/00000.js` and on the latents' pages, each file a call of the
+script's function `saeLatents`: a page opened from disk may run scripts next to it, but not read files.
 """
 
 import html
@@ -39,7 +38,7 @@ def write_pages(
     details: Iterable[dict[str, Any]],
     overwrite: bool = False,
 ) -> None:
-    """Write `overview` and `LatentPages.files` to a folder, new or empty unless `overwrite`, which appears whole."""
+    """Write a folder, new or empty unless `overwrite`, which appears whole."""
     with folder_appearing_whole(folder, overwrite) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):
@@ -50,7 +49,7 @@ def write_pages(
 
 
 def page_of(command: str, title: str, scripts: Iterable[str], data: Any) -> str:
-    """A page of a command with everything in it: the reports' style, scripts of theirs, and the data that they draw."""
+    """A page of a command with everything in it: style, scripts, and the data that they draw."""
     return Template(_asset(INDEX)).substitute(
         command=command,
         title=html.escape(title),
@@ -67,7 +66,6 @@ def _asset(name: str) -> str:
 def write_report(
     found: LatentReport, folder: Path, neuronpedia: str | None, overwrite: bool, listener: Listener
 ) -> dict[str, Any]:
-    """Write the pages; returns what `functions.report` does."""
     run, count = found.run, len(found.chosen)
     pages = LatentPages(found)
     content = overview(found, pages, neuronpedia)
@@ -90,7 +88,7 @@ def write_report(
 
 
 def demand_sound(folder: Path, neuronpedia: str | None, overwrite: bool) -> None:
-    """ConfigError for a folder that holds something, but a report to overwrite, or a name that is none."""
+    """ConfigError for a folder that holds anything but a report to overwrite, or a name that is none."""
     if not is_free(folder) and not (overwrite and (folder / INDEX).is_file()):
         raise ConfigError(
             f"cannot write to {folder}: expected an empty or a new folder; name another, or replace an "

@@ -1,5 +1,4 @@
-"""The pages' content, made of a `LatentReport`. The first: the run, its measures, firing frequencies, a table of all
-latents. Then those of chosen latents, several per file.
+"""The pages' content: the run, measures, frequencies, a table of all latents; then chosen latents, several per file.
 
 Shapes: F = d_sae, C chosen latents, N examples, T tokens.
 """
@@ -100,12 +99,11 @@ class LatentPages:
 
     @cached_property
     def _columns(self) -> dict[str, dict[str, Any]]:
-        """The columns of `examples` and `samples`, (C, N, ...) each."""
+        """(C, N, ...) each."""
         survey, chosen = self._report.survey, self._report.chosen
         return {"examples": survey.examples.of(chosen), "samples": survey.samples.of(chosen)}
 
     def _rows(self, group: str, index: int) -> list[dict[str, Any]]:
-        """The examples, or samples, of the index-th chosen latent."""
         columns = {name: values[index] for name, values in self._columns[group].items()}
         count = int((columns["rank"] > 0).sum())
         return [{name: values[at] for name, values in columns.items()} for at in range(count)]
@@ -120,8 +118,7 @@ class LatentPages:
             show(end)
 
     def columns(self) -> dict[str, Any]:
-        """The table's columns for the chosen latents: interest, tokens at the peaks of examples, a snippet of the best
-        example, tokens promoted most; and which latents have a page."""
+        """For the chosen latents: interest, tokens at the peaks of examples, a snippet of the best, tokens promoted."""
         chosen = list(self._report.chosen)
         columns: dict[str, Any] = {"chosen": chosen, "per_file": PER_FILE}
         alike = [0.0] * len(chosen)
@@ -199,8 +196,8 @@ class LatentPages:
     def _example(
         self, row: Mapping[str, Any], scale: float, strings: dict[str, int]
     ) -> dict[str, Any]:
-        """One example: its code and row; with tokens also pieces of the excerpt as indices into `strings`, number and
-        code, in units of `scale`, of those where it fires."""
+        """Code and row; with tokens also pieces of the excerpt as indices into `strings`, number and code, in units of
+        `scale`, of those where it fires."""
         if "token" not in row:
             return {"code": float(row["code"][0]), "row": int(row["number"])}
         length = int((row["token"] >= 0).sum())
@@ -225,7 +222,6 @@ class LatentPages:
         }
 
     def _snippet(self, row: Mapping[str, Any]) -> list[str]:
-        """The texts before, at and after an example's peak, cut between words."""
         tokens, peak = row["token"][row["token"] >= 0].tolist(), int(row["peak"])
         parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 :]
         before, at, after = map(self._texts.joined, parts)
