@@ -26,45 +26,42 @@ class Step(Protocol):
 
 
 class Listener(Protocol):
-    """Receives notes and progress: a `Console`, or `Silent`."""
+    """Receives notes, warnings on what decides a result, and the progress of long work of `total` units."""
 
     def note(self, text: str) -> None: ...
 
-    def warn(self, text: str) -> None:
-        """Receive a sentence on a choice or on data that decides a result."""
+    def warn(self, text: str) -> None: ...
 
-    def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
-        """Show the progress of long work of `total` units (None: unknown), as the `Step` that it yields is called."""
+    def progress(
+        self, label: str, total: float | None, unit: str
+    ) -> AbstractContextManager[Step]: ...
 
 
 class Silent:
-    """Discards notes and progress, and warns as Python does."""
+    """Discards notes and progress; warns as Python does, unless warnings are given elsewhere."""
+
+    def __init__(self, warns: bool = True) -> None:
+        self._warns = warns
 
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        warnings.warn(text, stacklevel=2)
+        if self._warns:
+            warnings.warn(text, stacklevel=2)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
         yield lambda done, words="": None
 
 
-class Mute(Silent):
-    """Discards warnings too, where they are given elsewhere."""
-
-    def warn(self, text: str) -> None: ...
-
-
 def listening(progress: bool | Listener) -> Listener:
-    """The listener of a public function: a command's console, or stderr for True and none for False."""
     if isinstance(progress, bool):
         return Console() if progress else Silent()
     return progress
 
 
 class _PrintableConsole(rich.console.Console):
-    """A console that names and texts of others, wherever in a table, cannot control."""
+    """A console that texts of others, wherever in a table, cannot control."""
 
     def render(self, *renderable: Any) -> Iterator[Segment]:
         for segment in super().render(*renderable):
@@ -76,8 +73,6 @@ class _PrintableConsole(rich.console.Console):
 
 
 class Console:
-    """The one output sink of a command; with `as_json` it prints one JSON document instead of tables."""
-
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self._out = self._stream(stderr=False)
@@ -101,8 +96,7 @@ class Console:
             self.note(text)
 
     def print_result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
-        """Print the command's result: with `--json` the document, else `shown`, a line that does not wrap cut at a
-        terminal's width, whole in a file or pipe."""
+        """Print the document with `--json`, else `shown`; a terminal cuts a line that does not wrap."""
         if self.as_json:
             print(to_json(document).replace("\x7f", "\\u007f"))  # JSON escapes all other controls
             return

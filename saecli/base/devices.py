@@ -1,7 +1,6 @@
 """Torch devices, and the precision in which they multiply float32 matrices: float32 or bfloat16.
 
-bfloat16 rounds factors and product to 7 bits after the leading one, and adds in float32. Weights, gradients, losses and
-the optimiser stay float32 throughout.
+bfloat16 rounds factors and product to 7 bits after the leading one, and adds in float32; all else stays float32.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018).
 """
@@ -32,8 +31,8 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def as_usual(function: Callable[P, R]) -> Callable[P, R]:
-    """The function with torch as it starts, whatever the caller has set: gradients on, float32 and the CPU by default,
-    and no autocast, whose copies of weights go stale as these are trained."""
+    """The function with torch's settings as it starts, whatever the caller has set; autocast's copies of weights would
+    go stale as these are trained."""
     plain = without_autocast(function)
 
     @wraps(function)
@@ -78,7 +77,7 @@ def device_named(name: str) -> torch.device:
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int:
-    """Bytes that are free on a device; of the machine's own memory, for each of its processes."""
+    """Bytes that are free on a GPU, or of the machine's memory for each process."""
     if device.type != "cuda":
         return available_memory() // processes
     # What torch has reserved and not allocated is used again.
@@ -103,7 +102,7 @@ def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
 
 def batches_on(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
     """Batches, (B, D), on a device, in their own dtype; uint16 holds the bits of bfloat16. To CUDA a stream copies them
-    from pinned memory, `AHEAD` batches early, so that copies and steps overlap."""
+    from pinned memory, `AHEAD` batches early."""
     if device.type != "cuda":
         yield from (moved(_tensor(batch), device) for batch in batches)
         return
@@ -134,7 +133,7 @@ def products_in(precision: str) -> AbstractContextManager[Any]:
 
 
 class _Cast(TorchDispatchMode):
-    """Casts factors of products to bfloat16, and products back, also in our own backward passes."""
+    """Casts factors of products to bfloat16, and products back, in backward passes too."""
 
     def __torch_dispatch__(
         self,
@@ -155,7 +154,6 @@ def _cast_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def demand_precision(precision: str, device: torch.device) -> None:
-    """ConfigError for a precision in which a device does not multiply."""
     if precision == "bf16" and not multiplies_bf16(device):
         raise ConfigError(
             f"--precision {precision} is slower than float32 here: --device {device.type} has no "

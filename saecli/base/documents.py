@@ -1,7 +1,4 @@
-"""JSON documents, which anyone may have edited: pydantic checks each strictly against a dataclass when read.
-
-Fields that the dataclass does not have are ignored.
-"""
+"""JSON documents, which pydantic checks strictly against a dataclass when read; unknown fields are ignored."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -16,12 +13,11 @@ NonzeroFraction = Annotated[float, Gt(0), Le(1)]
 
 
 def read_json(path: Path, kind: type[Parsed]) -> Parsed:
-    """The document in a file; OSError, or ValueError as `parse_json`."""
     return parse_json(path.read_bytes(), kind)
 
 
 def parse_json(text: str | bytes, kind: type[Parsed]) -> Parsed:
-    """The document in a text; ValueError if it is not JSON, or not of that type."""
+    """ValueError if the text is not JSON, or not of that type."""
     try:
         declared: Any = kind  # as in `options_of`
         return _adapter(declared).validate_json(text, strict=True)

@@ -22,7 +22,6 @@ UNFLUSHABLE = (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOTSUP)
 
 
 def expanded(path: str | Path) -> Path:
-    """The path with a user's home folder for a `~` at its beginning, if there is such a user."""
     return Path(os.path.expanduser(path))
 
 
@@ -45,12 +44,12 @@ def file_sha256(path: Path) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Where the only writer of a file makes it, before it appears at `path`: next to it, hidden."""
+    """Where the only writer of a file makes it: next to `path`, hidden."""
     return path.with_name(f".{path.name}.partial")
 
 
 def _own_partial(path: Path) -> Path:
-    """Where one of several writers of a file makes it, next to `path`, hidden."""
+    """The same for one of several writers."""
     return path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
 
 
@@ -80,7 +79,6 @@ def appearing_whole(path: Path) -> Iterator[Path]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether there is nothing, or an empty folder."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -118,7 +116,7 @@ def to_json(document: Any, **layout: Any) -> str:
 
 
 def _without_nan(document: Any) -> Any:
-    """NaN and infinities replaced by None. pydantic's own conversion refuses the names of files that are no UTF-8."""
+    """pydantic's own conversion refuses the names of files that are no UTF-8."""
     if isinstance(document, dict):
         return {key: _without_nan(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
@@ -155,7 +153,7 @@ def make_folder(path: Path) -> None:
 
 def lock_folder(folder: Path, owned: Collection[str] = ()) -> int:
     """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another process has it. Removes
-    what killed owners left of the files that only owners write."""
+    what killed owners left of the `owned` files."""
     make_folder(folder)
     # A file in it, since network file systems lock no folders.
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

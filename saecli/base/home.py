@@ -24,12 +24,11 @@ NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are lo
 
 
 def now() -> str:
-    """The time, for a marker's `created`, in ISO 8601 with microseconds, UTC."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def checked_name(name: str, what: str = "--name") -> str:
-    """The name of a run or a store, `what` in messages; ConfigError if it cannot be a folder's name everywhere."""
+    """The name; ConfigError if it cannot be a folder's name everywhere."""
     # Unprintable characters have no UTF-8, or control the terminal.
     is_plain = name.isprintable() and not name.startswith(".") and "/" not in name
     if name and is_plain and len(name.encode()) <= NAME_BYTES:
@@ -56,13 +55,12 @@ class Shelf:
     remedy: str
 
     def __contains__(self, name: str | None) -> bool:
-        """Whether an entry has this name. Cost: one `stat`, whatever the number of entries."""
+        """Cost: one `stat`, whatever the number of entries."""
         if not name or name.startswith(".") or "/" in name:
             return False
         return os.path.isfile(self.path / name / self.marker)
 
     def names(self) -> list[str]:
-        """The names of all entries, sorted; none is read."""
         return sorted(path.parent.name for path in self.marker_files())
 
     def markers(self) -> dict[str, Marker | SaeError]:
@@ -113,7 +111,6 @@ class Shelf:
         return list(dict.fromkeys(chosen))
 
     def instead_of(self, name: str) -> str:
-        """Advice on a name that no entry has."""
         question = did_you_mean(name, self.names())
         return question or f"`sae list` shows every {self.noun}, or {self.remedy}"
 
@@ -128,7 +125,6 @@ class Home:
 
     @classmethod
     def at(cls, path: str | Path | Home | None) -> Self:
-        """The home at a path; None for $SAE_HOME, else ./sae-data."""
         if isinstance(path, Home):
             return cls(path.path)
         return cls(expanded(path or os.environ.get("SAE_HOME") or cls.DEFAULT))

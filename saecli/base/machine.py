@@ -34,12 +34,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error means that a disk, or a limit on its use, refused to hold more."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def available_memory() -> int:
-    """Bytes of memory that a process can allocate without swapping, within the limits of its control groups."""
+    """Bytes that a process can allocate without swapping, within the limits of its control groups."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if MEMINFO.exists():
         sizes = dict(
@@ -52,8 +51,8 @@ def available_memory() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """Bytes left below the memory limits of this process's control groups, of versions 1 and 2, and of those that they
-    are nested in. Page cache does not count as used, as in the kernel's MemAvailable: stores that are read fill it."""
+    """Bytes left below the memory limits of this process's control groups, of versions 1 and 2, and of those around
+    them. Page cache, which stores fill, does not count as used."""
     groups = OWN_CGROUP.read_text(encoding="utf-8") if OWN_CGROUP.exists() else ""
     for controllers, path in re.findall("^[0-9]+:(.*?):/(.*)$", groups, re.MULTILINE):
         version = CGROUP_FILES.get("memory" if "memory" in controllers.split(",") else controllers)

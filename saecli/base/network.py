@@ -27,7 +27,7 @@ def why_unreachable() -> str | None:
 
 
 def why_silent(endpoint: str, seconds: float) -> str | None:
-    """Why an endpoint does not answer a request. In a thread, since nothing limits the time to look up a name."""
+    """None if it answers. In a thread, since nothing limits the time to look up a name."""
     import socket  # each of these is slow to import, and most commands do not need them
     import urllib.request
     from threading import Thread
@@ -72,7 +72,7 @@ def why_refused(repo: str, error: BaseException) -> str | None:
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error comes from the network or a busy hub, not from the request."""
+    """Whether the network or a busy hub caused an error, not the request."""
     from huggingface_hub.errors import HTTPError
     from requests.exceptions import ChunkedEncodingError, Timeout
     from requests.exceptions import ConnectionError as RefusedError

@@ -1,7 +1,5 @@
-"""Processes of one command, started by torchrun: the part of torch.distributed that is needed.
-
-All processes must make the same calls in the same order. When one has ended, the calls of the others raise `PeerError`.
-"""
+"""Processes of one command, started by torchrun. All must make the same calls in the same order; when one has ended,
+the calls of the others raise `PeerError`."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ class Communicator:
         return torch.cat(parts).to(rows.device)
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """Every process' value, in order of rank; values are pickled."""
+        """Values, which are pickled, in order of rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -119,7 +117,7 @@ def communicator() -> Communicator:
 
 
 def join_processes() -> None:
-    """Join the processes; then SIGTERM, which torchrun sends when one has failed, raises `PeerError`."""
+    """After this SIGTERM, which torchrun sends when a process has failed, raises `PeerError`."""
     import torch
 
     global _joined
@@ -143,7 +141,7 @@ def join_processes() -> None:
 
 
 def leave() -> None:
-    """Leave the process group, which all processes must do; not after a failure, since it waits for the others."""
+    """Leave the process group; not after a failure, since it waits for the others."""
     with _peers() as dist:
         dist.destroy_process_group()
 
@@ -172,8 +170,8 @@ def signals_deferred() -> Iterator[None]:
 
 @contextmanager
 def writing_thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread that writes stores; the block ends after it, also on a second Ctrl-C: else a store could be closed while
-    it is written."""
+    """A thread that writes stores; the block ends after it, also on a second Ctrl-C, so that none is closed while it is
+    written."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="sae-write")
     try:
         yield pool
@@ -191,7 +189,6 @@ def _terminated(number: int, frame: Any) -> None:
 
 @contextmanager
 def _peers() -> Iterator[Any]:
-    """Yields torch.distributed; raises `PeerError` if another process has ended."""
     import torch.distributed as dist  # a second, which help pages and commands alone need not wait
 
     try:
@@ -207,7 +204,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all needed to
 
 
 def world() -> int:
-    """The world size; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in LAUNCHED) else 1
 
 

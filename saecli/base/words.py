@@ -14,7 +14,6 @@ def flag_of(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, and changes of direction escaped."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
@@ -34,7 +33,6 @@ def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigEr
 
 
 def demand_at_least(option: str, value: float | None, least: int = 1) -> None:
-    """ConfigError if a value is given and below the least."""
     if value is not None and value < least:
         raise ConfigError(f"{flag_of(option)} must be at least {least}, got {value}")
 
@@ -55,7 +53,7 @@ def number(value: float | int | None) -> str:
 
 
 def counted(count: int, word: str) -> str:
-    """A count with its noun, as in "1 row" and "2,000 rows"."""
+    """As in "1 row" and "2,000 rows"."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
@@ -68,7 +66,7 @@ def numbers_in_words(numbers: Iterable[int]) -> str:
 
 
 def size_words(count: float) -> str:
-    """A number of bytes in units: 1.3 GB."""
+    """Bytes in units, as in 1.3 GB."""
     power = sum(count >= 1000**power for power in range(1, len(UNITS)))
     value = count / 1000**power
     digits = f"{value:.0f}" if value >= 100 else f"{value:.3g}"

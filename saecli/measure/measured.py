@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.console import Listener, Mute
+from ..base.console import Listener, Silent
 from ..base.devices import batches_on, device_named
 from ..base.errors import ConfigError, StoreError
 from ..base.home import Home
@@ -277,7 +277,7 @@ def own_codes(
     if not names or not all(name in home.stores or Path(name).exists() for name in names):
         return
     try:
-        measured = ChosenRows(home, None, "all", device, Mute()).with_opened(*opened)
+        measured = ChosenRows(home, None, "all", device, Silent(warns=False)).with_opened(*opened)
     except (ConfigError, StoreError):  # a store made anew under the name may lack rows or targets
         return
     sae, stored = measured.sae, measured.rows

@@ -44,7 +44,7 @@ Files: TypeAlias = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class ImportedArray:
-    """The rows of one array, opened when read: there may be more files than a process can have open."""
+    """The rows of one array, opened when read: a process can have few files open."""
 
     name: str  # in messages
     shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
@@ -63,7 +63,6 @@ class ImportedArray:
         return f"{len(self.shape)} axes of {self.dtype}, {self.shape[-1]:,} dimensions{others}"
 
     def values(self, opened: Mapping[str, Array], elements: slice) -> dict[str, np.ndarray]:
-        """What `open` returned, of some elements: (R, F) float32 and (R,)."""
         values = {}
         for name in ("rows", *self.per_row):
             shape = (-1, self.shape[-1]) if name == "rows" else (-1,)
@@ -81,8 +80,6 @@ class ImportedArray:
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Rows of arrays, one after another."""
-
     arrays: Sequence[ImportedArray]
     files: Sequence[Path] = ()
     is_of_documents: bool = False  # each array is one
@@ -98,7 +95,6 @@ class ArraySource:
 
     @property
     def dtype(self) -> StoredDtype:
-        """The precision that loses least: float16 or bfloat16 if that of the arrays, else float32."""
         halves: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
         return halves.get(self.arrays[0].dtype, "float32")
 
@@ -112,9 +108,8 @@ class ArraySource:
         return ("document", "position", *names) if self.has_documents else (*names,)
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Values from row `start` on, with which a block begins, in blocks of about 16 MiB, or of one document: the
-        first row's number; "rows", (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store.
-        """
+        """Blocks of about 16 MiB, or of one document, from row `start` on, with which one begins: the first row's
+        number; "rows", (R, F) float32; and (R,) each the stored columns, and the "mask" of rows to store."""
         most = BLOCK_BYTES // (4 * self.features)
         gathered: list[dict[str, np.ndarray]] = []
         rows = 0  # of those gathered
@@ -151,8 +146,8 @@ def _joined(gathered: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def files_of(words: Sequence[str]) -> list[Path]:
-    """The files of paths, folders and patterns, each once, without the shards of an index; of a folder or a pattern in
-    the order of the numbers in their names. FormatError if there are none."""
+    """The files of paths, folders and patterns, each once, without the shards of an index, in the order of the numbers
+    in their names; FormatError if there are none."""
     found: list[Path] = []
     for word in words:
         paths = [Path(word)]
@@ -172,7 +167,7 @@ def files_of(words: Sequence[str]) -> list[Path]:
 
 
 def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
-    """Open rows to import: of files in `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
+    """Open files in `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     words = [str(word) for word in ([file] if isinstance(file, str | Path) else file)]
     if words[0] in SAMPLES and not Path(words[0]).exists() and len(words) == 1:
         if any(getattr(config, name) for name in OF_FILES):
@@ -205,7 +200,6 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
 
 
 def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
-    """The keys of the arrays whose rows are meant."""
     key = config.key
     if not arrays:
         raise FormatError(f"cannot import {path}: expected arrays, got none; name another file")
@@ -287,7 +281,7 @@ def _likely_mask(arrays: Arrays, keys: Sequence[str], imported: ImportedArray) -
 
 
 def _is_of(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
-    """Whether an array has a value for each position, in their order: of their axes, but for some of 1, or in one."""
+    """Whether the shapes have equal axes, but for some of 1, or one has all positions in one axis."""
     axes, others = ([length for length in each if length > 1] for each in (shape, positions))
     is_flat = 1 in (len(axes), len(others))
     return axes == others or (is_flat and math.prod(axes) == math.prod(others))
@@ -311,7 +305,6 @@ def _opened(
 
 
 def _view(array: Array, path: Path, config: ImportConfig, several: bool) -> Array:
-    """The part of an array that --index chooses, transposed if asked; of several, a vector is a row."""
     try:
         words = config.index.split(",") if config.index else []
         entries = [slice(None) if word == ":" else int(word) for word in words]
@@ -344,8 +337,8 @@ def _view(array: Array, path: Path, config: ImportConfig, several: bool) -> Arra
 def _row_shape(
     array: Array, name: str, config: ImportConfig, others: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The shape (rows, features), or (documents, positions, features) with one or more axes of positions; these are
-    the axes of `others`, the shapes of masks and token ids, where an array begins with them."""
+    """(rows, features), or (documents, positions, ..., features); positions are the axes of `others`, the shapes of
+    masks and token ids, where an array begins with them."""
     shape, flatten = array.shape, config.flatten or array.flatten
     if len(shape) < 2 or min(shape) < 1:
         raise FormatError(
@@ -394,11 +387,8 @@ def _digits() -> ArraySource:
 
 
 def _patches() -> ArraySource:
-    """Patches of scikit-learn's two photographs, in grey, each less its mean.
-
-    Every square of a photograph's grid is a document of 8 patches, at positions drawn with a fixed seed, so that
-    training patches and held-out ones share no pixel.
-    """
+    """Patches of scikit-learn's two photographs, in grey, each less its mean. Every square of a grid is a document of
+    8, so that training patches and held-out ones share no pixel."""
     from sklearn.datasets import load_sample_images
 
     photographs = load_sample_images().images

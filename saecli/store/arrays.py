@@ -1,7 +1,4 @@
-"""Arrays in files, of each format.
-
-A format is one function, which lists a file's arrays by key ("" for the only one), and one line in `ARRAY_FORMATS`.
-"""
+"""Arrays in files. A format, in `ARRAY_FORMATS`, is a function that lists a file's arrays by key ("" for one alone)."""
 
 import gzip
 import math
@@ -52,9 +49,8 @@ Arrays = dict[str, Callable[[], Array]]
 
 @contextmanager
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
-    """Turn what libraries raise for unreadable files into a FormatError that names the file: NumPy, torch, h5py and
-    safetensors document no set of exceptions. Their messages, which may advise to run the code in a file, are dropped.
-    `to_fit`: what to do if memory is too small."""
+    """Turn what libraries raise for unreadable files, of any type, into a FormatError that names the file. Their
+    messages, which may advise to run the code in a file, are dropped. `to_fit`: what to do if memory is too small."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -74,7 +70,6 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
 
 
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
-    """Raise a FormatError if a file does not fit in memory."""
     if needed > (free := available_memory()):
         raise FormatError(
             f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
@@ -83,7 +78,6 @@ def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
 
 
 def demand_rows(dtype: str, subject: str) -> None:
-    """FormatError if numbers of a type are no rows of activations or images, after the words `subject`."""
     if not re.fullmatch(ROW_NUMBERS, dtype):
         raise FormatError(
             f"{subject}: expected floats, or bytes of images, got {dtype}; convert them to float32 if they "
@@ -96,7 +90,7 @@ def of_numpy(values: np.ndarray) -> Array:
 
 
 def _of_torch(shape: tuple[int, ...], tensor: Any, in_list: bool = False) -> Array:
-    """A tensor, or a slice of a safetensors file; bfloat16, which NumPy lacks, is read as float32."""
+    """Of a tensor, or a slice of a safetensors file; bfloat16, which NumPy lacks, is read as float32."""
     kind = tensor if hasattr(tensor, "dtype") else tensor[0:0]
     dtype = str(kind.dtype).removeprefix("torch.")
 
@@ -108,7 +102,7 @@ def _of_torch(shape: tuple[int, ...], tensor: Any, in_list: bool = False) -> Arr
 
 
 def _list_numpy(path: Path, _: ImportConfig) -> Arrays:
-    """The arrays of an .npz archive, by name, each read whole when opened; or the mapped one of an .npy file."""
+    """The arrays of an .npz archive, each read whole when opened; or the mapped one of an .npy file."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -135,7 +129,6 @@ def _list_safetensors(path: Path, _: ImportConfig) -> Arrays:
 
 
 def _files_of_tensors(index: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor that an index names; FormatError for a path."""
     with naming(str(index)):
         files = read_json(index, dict[str, dict[str, Any]])["weight_map"]
         return {key: index.with_name(file) for key, file in files.items()}
@@ -187,8 +180,7 @@ def _not_dense(path: Path, kind: str) -> FormatError:
 
 
 def load_torch(path: Path) -> Any:
-    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`. Numbers are mapped
-    rather than read if the file allows."""
+    """Load a file of `torch.save`, without running code in it, mapped if possible; call it within `naming`."""
     import torch
 
     can_map = zipfile.is_zipfile(path)  # files of torch before 1.6 can only be read whole
@@ -245,7 +237,6 @@ def _list_raw(path: Path, config: ImportConfig) -> Arrays:
 
 
 def _list_parquet(path: Path, _: ImportConfig) -> Arrays:
-    """The columns of numbers, or of lists of them."""
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
@@ -258,7 +249,6 @@ def _list_parquet(path: Path, _: ImportConfig) -> Arrays:
 
 
 def _of_parquet(path: Path, file: "ParquetFile", column: str) -> Array:
-    """A column's numbers, or its lists as rows; one row group is read at a time."""
     counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
     starts = [0, *np.cumsum(counts).tolist()]
 
@@ -289,7 +279,6 @@ def _of_parquet(path: Path, file: "ParquetFile", column: str) -> Array:
 
 
 def _list_hdf5(path: Path, _: ImportConfig) -> Arrays:
-    """The datasets of a file; links to others are none of them."""
     import h5py
 
     arrays: Arrays = {}
@@ -303,7 +292,7 @@ def _list_hdf5(path: Path, _: ImportConfig) -> Arrays:
 
 
 def _of_hdf5(path: Path, dataset: "h5py.Dataset") -> Array:
-    """A dataset whose numbers are all in its own file; the HDF5 library would open other files, and wait for pipes."""
+    """Refuses numbers outside the file: the HDF5 library would open other files, and wait for pipes."""
     import h5py
 
     created = dataset.id.get_create_plist()

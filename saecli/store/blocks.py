@@ -21,9 +21,8 @@ REASONS = {"nonfinite": NONFINITE, "high_norm": HIGH_NORM}
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of tokens that rows came from, in stored order; token j of window i is at `offset[i] + j`. A window's
-    rows follow each other, perhaps over several shards; the shard of the first keeps it.
-    """
+    """The windows of tokens that rows came from, in stored order; token j of window i is at `offset[i] + j`. The shard
+    of a window's first row keeps it."""
 
     offset: np.ndarray  # (W + 1,) from 0
     first: np.ndarray  # (W,) number of its first row, within the block or the shard
@@ -32,7 +31,6 @@ class Windows:
 
     @classmethod
     def of(cls, lengths: np.ndarray, token_ids: np.ndarray, stored: np.ndarray) -> Self:
-        """The windows of a block, from the tokens of each, all tokens, and which of them are rows."""
         offset = np.concatenate([[0], np.cumsum(lengths)])
         before = np.concatenate([[0], np.cumsum(stored)])
         return cls(offset, before[offset[:-1]], token_ids, stored)
@@ -42,7 +40,7 @@ class Windows:
 
     @property
     def rows(self) -> np.ndarray:
-        """(W,) rows of each window."""
+        """(W,) number of rows of each window."""
         before = np.concatenate([[0], np.cumsum(self.stored)])
         return np.diff(before[self.offset])
 
@@ -74,31 +72,23 @@ class Windows:
         )
 
     def datasets(self) -> dict[str, np.ndarray]:
-        """A shard's datasets of these windows, by name."""
         return {
             f"{WINDOWS}/{name}": getattr(self, name).astype(kind)
             for name, kind in WINDOW_DTYPES.items()
         }
 
     def each(self) -> Iterator[TextWindow]:
-        """Each window as views."""
         for begin, end in zip(self.offset[:-1].tolist(), self.offset[1:].tolist(), strict=True):
             yield TextWindow(self.token_id[begin:end], self.stored[begin:end])
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that a producer gives together, and what is stored with them.
+    """Rows that a producer gives together, and what is stored with them."""
 
-    Args:
-        rows: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
-        columns: (R,) integers for each of the store's columns, and true codes if it has them.
-        dropped: by reason, for each row that is left out, the number of the block's rows before it, (n,).
-        windows: the windows of the rows, of a store that keeps them.
-    """
-
-    rows: np.ndarray
+    rows: np.ndarray  # (R, D) float, or uint16 bits if the store is bfloat16; R may be 0
     columns: Mapping[str, Column] = field(default_factory=dict)
+    # By reason, for each row that is left out, the number of the block's rows before it, (n,).
     dropped: Mapping[str, np.ndarray] = field(default_factory=dict)
     windows: Windows | None = None
 
@@ -106,12 +96,10 @@ class RowBlock:
         return len(self.rows)
 
     def counts(self) -> Counter[str]:
-        """The number of rows left out, by reason."""
         counts = {reason: len(before) for reason, before in self.dropped.items()}
         return Counter({reason: count for reason, count in counts.items() if count})
 
     def admitted(self, verdicts: np.ndarray) -> Self:
-        """The rows with the verdict, (R,), that admits them; the others are dropped."""
         chosen = verdicts == ADMITTED
         if chosen.all():
             return self
@@ -127,7 +115,7 @@ class RowBlock:
         )
 
     def up_to(self, stop: int) -> Self:
-        """The first rows; of those dropped the ones before the last of them."""
+        """The first rows, and those dropped before the last of them."""
         dropped = {reason: before[before < stop] for reason, before in self.dropped.items()}
         if stop >= len(self):
             return replace(self, dropped=dropped)
@@ -153,7 +141,7 @@ class Admission:
         self.median = meta.median_norm
 
     def verdicts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows, (R, D), as stored, and the verdict on each, (R,); sets the median if it is needed and not yet known."""
+        """Rows, (R, D), as stored, and the verdict on each, (R,)."""
         multiple, dtype, stored = self._meta.max_norm_multiple, DTYPES[self._meta.dtype], rows
         if rows.dtype != dtype.storage:
             with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped

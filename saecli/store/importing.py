@@ -98,7 +98,6 @@ def import_array(
 
 
 def _refuse(options: Iterable[str], source: str, remedy: str) -> None:
-    """ConfigError for an option that belongs to the other kind of import."""
     for option in sorted(options):
         raise ConfigError(f"{flag_of(option)} does nothing with {source}; {remedy}")
 
@@ -163,9 +162,8 @@ def import_synthetic(
     progress: bool | Listener = False,
     **options: Any,
 ) -> ActivationStore:
-    """Put rows of a world, whose features are known, into a store; an existing one of the same rows is opened.
-
-    `evaluate` on it measures the features that an SAE has found. CLI equivalent: `sae import synthetic`.
+    """Put rows of a world, whose features are known, into a store; an existing one of the same rows is opened. CLI
+    equivalent: `sae import synthetic`.
 
     Args:
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
@@ -197,7 +195,6 @@ def import_synthetic(
 
 
 def _world_blocks(folder: Path, config: SyntheticConfig, world: World, start: int) -> ArrayBlocks:
-    """Rows and true codes of a world, which a file in the store's folder records."""
     path = folder / WORLD_FILE
     if path.exists():  # whose last bits may be of another machine's matrix products
         world = stored_world(folder)
@@ -229,7 +226,7 @@ def _fill(
     listener: Listener,
     drop_zeros: bool = False,
 ) -> int:
-    """Fill a store, or go on filling it, and finish it; the number of its rows that are all 0."""
+    """Fill a store and finish it; the number of its rows that are all 0."""
     with (
         note_when_stopped(listener) as folders,
         StoreWriter.open(folder, meta) as writer,
@@ -256,7 +253,7 @@ def _fill(
 def _block(
     values: Mapping[str, Any], columns: Iterable[str], drop_zeros: bool
 ) -> tuple[RowBlock, int]:
-    """The rows of a block that are not masked, nor all 0 if these are dropped; and the number of zero rows."""
+    """The rows of a block that are stored, and the number of zero rows."""
     rows = values["rows"]
     with np.errstate(invalid="ignore"):  # signalling NaNs, dropped as they are stored
         nonzero = rows.any(axis=1)
@@ -272,7 +269,6 @@ def _block(
 
 
 def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:
-    """StoreError if the disk lacks room for rows, of which a file may claim any number."""
     needed = rows * (meta.row_bytes + sum(COLUMNS[column].itemsize for column in meta.columns))
     free = shutil.disk_usage(folder).free
     if needed > free:

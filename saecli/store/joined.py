@@ -20,8 +20,6 @@ COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
 class Joined:
-    """The stores that are trained on: one, several side by side, or inputs and a target."""
-
     def __init__(
         self, inputs: tuple[ActivationStore, ...], target: ActivationStore | None = None
     ) -> None:
@@ -50,7 +48,7 @@ class Joined:
 
     @property
     def origin(self) -> Origin:
-        """The first input's, with the hook points of all inputs and of the target, and the stores' names."""
+        """The first input's, with all hook points and the stores' names."""
         origin = Origin.joined([store.meta.origin for store in self.inputs])
         if self.target and self.target.meta.origin.read[0].site:
             origin = replace(origin, written=self.target.meta.origin.read[0])
@@ -64,7 +62,6 @@ class Joined:
         )
 
     def names(self) -> dict[str, Any]:
-        """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
         entries = self.origin.to_json()
         return {name: entries[name] for name in STORES if name in entries}
 
@@ -74,7 +71,7 @@ class Joined:
         return {"data": [first, *others] if others else first, **target}
 
     def demand_alike(self) -> None:
-        """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
+        """ConfigError unless the stores are row for row the same tokens. Cost: reads all columns."""
         first, *others = self.all
         for other in others:
             if difference := _difference(first, other):
@@ -84,7 +81,6 @@ class Joined:
                 )
 
     def split(self, which: Which, **choice: Any) -> Rows | JoinedRows:
-        """The same choice of rows from each; see `ActivationStore.split`."""
         inputs = tuple(store.split(which, **choice) for store in self.inputs)
         if self.is_single:
             return inputs[0]
@@ -93,7 +89,6 @@ class Joined:
 
 
 def _difference(first: ActivationStore, other: ActivationStore) -> str:
-    """In what two stores differ, in words; empty if they hold rows of the same tokens."""
     for what, ours, theirs in (
         ("rows", first.rows, other.rows),
         ("dtype", first.dtype, other.dtype),
@@ -109,8 +104,8 @@ def _difference(first: ActivationStore, other: ActivationStore) -> str:
 
 
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
-    """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
-    are not row for row the same tokens."""
+    """Open input stores (default: the newest) and a target; ConfigError if an input is named twice, or they are not row
+    for row the same tokens."""
     names: Sequence[str | None] = data or [None]
     inputs = tuple(open_named_store(home, name, listener) for name in names)
     paths = [store.path.resolve() for store in inputs]
@@ -123,8 +118,8 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 
 
 def paired(home: Home, data: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str]]:
-    """The names of input stores and, of the same layer, target stores, in order of layers; ConfigError unless both have
-    the same layers, each once."""
+    """The names of input and target stores of the same layer, in order of layers; ConfigError unless both have the same
+    layers, each once."""
     layers: list[list[Any]] = [
         [find_store(home, name).meta.origin.read[0].layer for name in names]
         for names in (data, targets)

@@ -1,4 +1,4 @@
-"""The stores and runs of a home: opening, several stores side by side, listing and removing."""
+"""Opening stores by name; warnings about them, and their JSON."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,6 @@ def open_named_store(home: Home, name: str | None, listener: Listener) -> Activa
 
 
 def warn_of(store: ActivationStore, listener: Listener) -> None:
-    """Warn about a store that is not finished, and rows of massive norm, which decide a fit."""
     if not store.complete:
         listener.warn(
             f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far"
@@ -67,8 +66,7 @@ def warn_of_nonfinite(name: str, meta: StoreMeta, listener: Listener) -> None:
 
 
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
-    """The finished store in a folder; StoreError if it, or an unfinished one with rows, was made from something else,
-    or a shard is missing."""
+    """The finished store in a folder, or None; StoreError if it was made from something else, or a shard is missing."""
     if not (folder / STORE_MARKER).exists():
         return None
     store = ActivationStore.open(folder)
@@ -86,7 +84,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 @contextmanager
 def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """If Ctrl-C or SIGTERM ends a command that fills the stores listed, say how many rows are saved."""
+    """If Ctrl-C or SIGTERM ends the block, note how many rows are saved in the folders listed."""
     folders: list[Path] = []
     is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # and not torchrun's
     try:
@@ -105,7 +103,6 @@ def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 
 def described(store: ActivationStore) -> dict[str, Any]:
-    """The entries of a store's JSON."""
     meta = store.meta
     document: dict[str, Any] = {
         "rows": store.rows,
@@ -123,7 +120,7 @@ def described(store: ActivationStore) -> dict[str, Any]:
 
 
 def stores_document(stores: Sequence[ActivationStore]) -> dict[str, Any]:
-    """The JSON document of a command that made stores: of one store, or of all below `stores`."""
+    """One store's JSON, or that of several below `stores`."""
     documents = [
         {"name": store.name, "path": str(store.path), **described(store), "cached": store.cached}
         for store in stores

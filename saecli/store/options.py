@@ -75,8 +75,7 @@ class SyntheticConfig(Config):
     The structure is SynthSAEBench's: Zipfian firing probabilities, trees in which a feature fires only with its parent,
     a Gaussian copula of rank 25, nearly orthogonal unit directions, magnitudes of mean 1 and a standard deviation
     |N(0.2, 0.1)| per feature, a bias of norm 1. Unlike there, trees end two levels below their roots, siblings do not
-    exclude each other, and a feature's Gaussian is uncorrelated with its ancestors', so that firing rates and L0 are
-    as requested.
+    exclude each other, and a feature's Gaussian is uncorrelated with its ancestors', so that L0 is as requested.
 
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
     Synthetic Data", 2026, arXiv:2602.14687.

@@ -1,4 +1,4 @@
-"""A store open for reading, and rows of it to iterate over: shuffled, in order, with their columns.
+"""Rows of stores to iterate over: shuffled, in order, with their columns.
 
 Legend: B rows of a batch, R rows, D = d_in, of all inputs together, E the target's width; 0 without.
 """
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 STATISTICS_ROWS, SPREAD_ROWS = 1024, 65_536  # per batch of a pass over rows of a store, or others
-# Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
-# float64's 15 digits.
+# Fraction of the scatter that subtracting held-out rows must leave, which keeps 9 of float64's 15 digits.
 LEAST_LEFT = 1e-6
 
 
 class RowSource(ABC):
-    """Rows to train and measure on: of a store, of several side by side, of an array, or of a running model."""
+    """Rows to train and measure on: of stores, of an array, or of a running model."""
 
     name: str
     rows: int  # N
@@ -51,18 +50,18 @@ class RowSource(ABC):
     # Widths of a crosscoder's hook points: several inputs that are their own targets.
     places: tuple[int, ...] = ()
     target: "Rows | None" = None  # as `inputs`
-    passes: float = math.inf  # how often the rows can be read: any number of times, or once
-    # How strongly a model reads each dimension, (D + E,), 1 where that is not known; None if it is for none.
+    passes: float = math.inf  # over the rows that are possible
+    # How strongly a model reads each dimension, (D + E,), 1 where unknown; None if unknown for all.
     reads: np.ndarray | None = None
 
     @property
     def inputs(self) -> "tuple[Rows, ...]":
-        """The rows of each store; none if nothing stores them."""
+        """The rows of each store, if stored."""
         return ()
 
     @property
     def ready(self) -> int:
-        """Number of rows that can be read at any time; `sequential` gives these."""
+        """Number of rows that `sequential` gives."""
         return self.rows
 
     @property
@@ -81,17 +80,15 @@ class RowSource(ABC):
         """The rows in order, (B, D + E)."""
 
     def spread(self) -> Spread:
-        """Mean and scatter of all D + E dimensions, of the rows that can be read."""
+        """Of all D + E dimensions."""
         return Spread.measured(self.sequential(SPREAD_ROWS), self.d_in + self.d_target)
 
     def as_stored(self) -> "RowSource":
-        """The same rows, in batches of the storage dtype if they have one."""
+        """The same rows in the storage dtype, bfloat16 as its bits in uint16."""
         return self
 
 
 class StoredRows(RowSource):
-    """Rows of one store, or the same ones of several side by side."""
-
     @property
     def all(self) -> "tuple[Rows, ...]":
         return (*self.inputs, self.target) if self.target else self.inputs
@@ -108,29 +105,27 @@ class StoredRows(RowSource):
     ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E), read ahead by threads.
 
-        Every row comes once, in an order that depends only on the rows, seed, epoch, batch size and window; of several
-        stores on the first input. See `Deal`.
+        Their order depends only on the first input's rows, seed, epoch, batch size and window. See `Deal`.
 
         Args:
             batch_size: rows per batch; the epoch's last may be short.
-            window_bytes: size of a window as stored, two of which are held in memory; by default 256 MiB, for batches
-                over 2,048 more, up to 1 GiB. A store smaller than a window is shuffled uniformly.
-            part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
-            first: number of batches to leave out at the start; their rows are not read.
+            window_bytes: size of a window as stored, two of which are in memory; default: 256 MiB, for batches over
+                2,048 more, up to 1 GiB. A smaller store is shuffled uniformly.
+            part: this process's part of every batch; batches without rows in it are skipped.
+            first: number of batches to leave out at the start. Rows left out are not read.
         """
         demand_at_least("batch_size", batch_size)
         deal = Deal(self.inputs[0].source, batch_size, (seed, epoch), window_bytes)
         return _side_by_side([shuffled(rows.source, deal, part, first) for rows in self.all])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in stored order, (B, D + E), read ahead by threads; `part` of the sequence of batches."""
+        """The rows in stored order, (B, D + E), read ahead by threads."""
         demand_at_least("batch_size", batch_size)
         return _side_by_side([in_order(rows.source, batch_size, part) for rows in self.all])
 
 
 class Rows(StoredRows):
-    """Some of a store's rows, `counts` of them in each chunk, (chunks,); each iteration runs in one thread. Batches are
-    float32, or unless `decoded` of the storage dtype."""
+    """Some of a store's rows, `counts` of them in each chunk, (chunks,); in float32 if `decoded`, else as stored."""
 
     def __init__(
         self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True
@@ -143,7 +138,7 @@ class Rows(StoredRows):
 
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
-        """The rows that a split chooses; StoreError if there are none."""
+        """StoreError if the split chooses no rows."""
         split = split.fitted(store.ids_and_sources)
         if not store.rows:
             raise StoreError(
@@ -176,14 +171,13 @@ class Rows(StoredRows):
         return (self,)
 
     def as_stored(self) -> "Rows":
-        """The same rows as stored, bfloat16 as its bits in uint16."""
         return Rows(self.store, self.split, self.source.counts, decoded=False)
 
     def spread(self) -> Spread:
-        """Their mean and scatter, exact to rounding.
+        """Mean and scatter, exact to rounding.
 
-        Cost: for all training rows, a pass over the held-out ones; else, or if nearly all of some dimension's scatter
-        is held out, a pass over the rows themselves.
+        Cost: for all training rows, a pass over the held-out ones, unless these have nearly all of some dimension's
+        scatter; else a pass over the rows.
         """
         store, split = self.store, self.split
         if split.which == "train" and split.fraction == 1:
@@ -199,7 +193,7 @@ class Rows(StoredRows):
         return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
-        """A column's values for these rows, (B,) integers at a time, in stored order."""
+        """A column's values, (B,) integers at a time, in stored order."""
         if name not in self.store.meta.columns:
             columns = ", ".join(self.store.meta.columns) or "none"
             raise StoreError(
@@ -222,8 +216,7 @@ class Rows(StoredRows):
             yield waiting
 
     def windows(self, source: int | None = None) -> Iterator[TextWindow]:
-        """The windows that hold one of these rows, in stored order; of a mixture only those of a `source`. Of a store
-        with `StoreMeta.windows`."""
+        """The windows that hold one of these rows, in stored order; of a mixture only those of a `source`."""
         store = self.store
         for shard, start in enumerate(store.shard_starts[:-1].tolist()):
             windows = store.windows(shard)
@@ -248,14 +241,14 @@ class Rows(StoredRows):
                     yield TextWindow(token_ids.astype(np.int64), mask)
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":
-        """The true codes of these rows, (B, G), in stored order, of a store of known features."""
+        """True codes, (B, G), in stored order, of a store of known features."""
         return (self.store.row_values(CODES, rows) for rows in self.numbers(batch_size))
 
 
 class JoinedRows(StoredRows):
-    """The same rows of several stores: one or more inputs, and their targets if not themselves."""
+    """The same rows of several stores: inputs, and their targets if not themselves."""
 
-    inputs: tuple[Rows, ...] = ()  # of one or more stores
+    inputs: tuple[Rows, ...] = ()
 
     def __init__(self, inputs: tuple[Rows, ...], target: Rows | None = None) -> None:
         self.inputs, self.target = inputs, target
@@ -304,7 +297,7 @@ def in_words(inputs: Sequence[str], target: str | None) -> str:
 
 
 class ActivationStore(Chunks):
-    """A store open for reading; of an unfinished one, the whole shards."""
+    """A store open for reading."""
 
     cached = False  # whether the command that would make it found it finished
 
@@ -315,7 +308,7 @@ class ActivationStore(Chunks):
 
     @classmethod
     def open(cls, path: Path, homed: bool = True) -> Self:
-        """Open the store in a folder; damage to a shard is found when the shard is first read."""
+        """Open the store in a folder; damage to a shard is found when it is first read."""
         return cls(path, read_meta(path), homed)
 
     def __repr__(self) -> str:
@@ -343,10 +336,9 @@ class ActivationStore(Chunks):
 
         Args:
             which: "train", "test" (held out) or "all".
-            fraction: fraction of the training rows to keep, in (0, 1]; smaller fractions are subsets of larger ones,
-                and the test rows do not depend on it.
-            test_fraction: fraction of the documents held out, in [0, 1); unless it is 0 at least one of two or more, of
-                each source of a mixture.
+            fraction: fraction of the training rows to keep, in (0, 1]; smaller ones are subsets of larger ones.
+            test_fraction: fraction of the documents held out, in [0, 1); unless 0, at least one of two or more of each
+                source.
             rest: keep the training rows outside of `fraction` instead.
 
         Raises:
@@ -362,5 +354,5 @@ class ActivationStore(Chunks):
             yield self.row_ids(rows), self.row_values("source", rows) if mixed else None
 
     def verify(self) -> list[str]:
-        """A sentence for each problem with a shard. Cost: see `Shard.problem`."""
+        """A sentence for each damaged shard. Cost: reads every byte, and its XXH3-64."""
         return [problem for shard in self.shards if (problem := shard.problem())]

@@ -1,5 +1,4 @@
-"""The contents of a store's `store.json`, written anew with each shard, and of `shards.jsonl`, which then gets a line;
-README.md specifies the format."""
+"""A store's `store.json` and `shards.jsonl`; README.md specifies the format."""
 
 import dataclasses
 import hashlib
@@ -52,12 +51,11 @@ SHARD_BYTES = 64 << 20
 
 
 def rows_per_chunk(d_in: int, dtype: str) -> int:
-    """Rows in a chunk of about 1 MiB, at least one."""
     return max(1, CHUNK_BYTES // (d_in * DTYPES[dtype].storage.itemsize))
 
 
 def rows_per_shard(d_in: int, dtype: str, most: int = MOST) -> int:
-    """The default number of rows in a shard: about 64 MiB, or `most` rows, in whole chunks, so that none is padded."""
+    """Rows in a shard of about 64 MiB, or at most `most`, in whole chunks."""
     chunk = rows_per_chunk(d_in, dtype)
     return chunk * max(1, min(SHARD_BYTES // CHUNK_BYTES, most // chunk))
 
@@ -69,22 +67,21 @@ def hash_request(request: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a producer resumes after a shard: at the `cursor` of the block of its last row, `skip` rows of which are
-    stored. Entries of a cursor that may differ between passes begin with an underscore."""
+    """Where a producer resumes: at the block of `cursor`, after `skip` of its rows. Entries of a cursor that may differ
+    between passes begin with an underscore."""
 
     cursor: dict[str, Any]
     skip: int
 
     @property
     def position(self) -> tuple[dict[str, Any], int]:
-        """What two passes over the same rows have in common."""
         cursor = {name: value for name, value in self.cursor.items() if not name.startswith("_")}
         return cursor, self.skip
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The bytes around a shard's activations: their XXH3-64, in hexadecimal, and the activations' byte offset."""
+    """The activations' byte offset, and the XXH3-64, in hexadecimal, of the bytes around them."""
 
     start: Annotated[int, Ge(0)]
     xxh3: str
@@ -107,8 +104,6 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """The number of known features, which `world.safetensors` holds."""
-
     features: int
 
 
@@ -116,10 +111,9 @@ class WorldRecord:
 class StoreMeta:
     """The contents of `store.json`.
 
-    `source` says where the rows come from: model, layer, site, dataset and so on; `origin` has the typed part of it.
-    `median_norm` is that of the first block's finite rows, None until there is a shard; `norms` are those of all rows.
-    `sources` counts the rows of each text of a mixture, in the order of the column `source`; `control_tokens` those of
-    each of a chat template's tokens, by id.
+    `origin` is the typed part of `source`. `median_norm` is that of the first block's finite rows. `sources` counts the
+    rows of each text of a mixture, in the order of the column `source`; `control_tokens` those of each of a chat
+    template's tokens, by id.
     """
 
     source: dict[str, Any]
@@ -167,7 +161,6 @@ class StoreMeta:
         return (*self.columns, CODES) if self.world else self.columns
 
     def request(self) -> dict[str, Any]:
-        """The entries that must agree for an interrupted store to be resumed."""
         names = (
             "dtype",
             "d_in",
@@ -182,8 +175,7 @@ class StoreMeta:
         return {**self.source, **features, **{name: getattr(self, name) for name in names}}
 
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
-        """The store of several ranks, from their folders' names and contents, in order of rank; ValueError if one is of
-        another request."""
+        """The store of several ranks, by their folders' names, in order; ValueError if one is of another request."""
         shards: list[ShardRecord] = []
         dropped: Counter[str] = Counter()
         sources, control_tokens = Counter(self.sources), Counter(self.control_tokens)
@@ -237,7 +229,7 @@ def rank_folder(store: Path, rank: int) -> Path:
 
 
 def read_meta(store: Path) -> StoreMeta:
-    """Read a store's `store.json`; StoreError if it is damaged, of another version, or missing."""
+    """StoreError if a document of the store is damaged, of another version, or missing."""
     path = store / STORE_MARKER
     try:
         meta = StoreMeta.from_json(path.read_bytes())
@@ -271,7 +263,7 @@ def write_meta(store: Path, meta: StoreMeta) -> None:
 
 
 def list_shards(store: Path, shards: tuple[ShardRecord, ...]) -> None:
-    """Write `shards.jsonl` anew, without what a killed process may have left in it."""
+    """Write `shards.jsonl` anew, without what a killed process left in it."""
     with appearing_whole(store / SHARD_LIST) as temporary:
         temporary.write_bytes(b"".join(map(_line, shards)))
 

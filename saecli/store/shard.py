@@ -44,9 +44,8 @@ def make_anew(store: Path) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the datasets of a verified shard are."""
+    """The datasets of a verified shard: byte offset, type and length of each but the activations."""
 
-    # Byte offset, type and length of each but the activations.
     arrays: dict[str, tuple[int, np.dtype, int]]
     checksums: np.ndarray  # (chunks,)
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
@@ -54,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard, as the store's `meta` and its own `record` describe it. Errors are StoreErrors that name it."""
+    """A finished shard. Errors are StoreErrors that name it."""
 
     path: Path
     meta: StoreMeta
@@ -82,7 +81,7 @@ class Shard:
         return self.chunk_rows * self.meta.row_bytes
 
     def demand_room(self) -> int:
-        """The byte offset at which the activations end; refuse a file that is shorter. Cost: one `stat`."""
+        """The byte offset at which the activations end; refuse a shorter file. Cost: one `stat`."""
         end = self.record.frame.start + self.chunks * self.chunk_bytes
         try:
             size = self.path.stat().st_size
@@ -109,7 +108,6 @@ class Shard:
 
     @contextmanager
     def verified(self) -> Iterator["h5py.File"]:
-        """The shard as HDF5 opens it, its frame checked."""
         import h5py  # `sae list` need not wait for it
 
         end = self.demand_room()
@@ -126,10 +124,7 @@ class Shard:
                 yield shard
 
     def layout(self) -> Layout:
-        """Where its datasets are; refuse a shard that is missing, truncated, or damaged outside its activations.
-
-        Cost: reads all but the activations.
-        """
+        """Refuse a shard that is missing, truncated, or damaged outside its activations, which are not read."""
         with self.verified() as file:
             groups = [group for group in (CODES, WINDOWS) if group in file]
             parts = [f"{group}/{name}" for group in groups for name in file[group]]
@@ -163,7 +158,7 @@ class Shard:
             )
 
     def problem(self) -> str | None:
-        """A sentence if it is missing or differs from its checksums. Cost: reads every byte, and its XXH3-64."""
+        """A sentence if it is missing or differs from its checksums."""
         try:
             checksums = self.layout().checksums
             with self.reading(), self.path.open("rb", buffering=0) as file:
@@ -207,10 +202,9 @@ _kept_open: deque[OpenShard] = deque()
 
 
 class Chunks:
-    """A store's chunks, by number within the store; of an unfinished store, those of its whole shards.
+    """A store's chunks, by number within the store. Thread-safe. Errors are StoreErrors that name the shard.
 
-    Thread-safe. Errors are StoreErrors that name the shard. Bytes are read, not mapped: a file that is cut off under a
-    map kills the process.
+    Bytes are read, not mapped: a file that is cut off under a map kills the process.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
@@ -218,7 +212,6 @@ class Chunks:
         self.rows, self.d_in, self.dtype = meta.rows, meta.d_in, meta.dtype
         self.storage = DTYPES[meta.dtype].storage
         self.shards = Shard.each(path, meta)
-        # Each one's first row, then the number of rows.
         rows = [shard.record.rows for shard in self.shards]
         self.shard_starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
         self._layouts: dict[int, Layout] = {}
@@ -227,18 +220,18 @@ class Chunks:
         self._has_room = False
 
     def demand_shards(self) -> None:
-        """StoreError if a shard is missing or truncated. Cost: the first time, one `stat` per shard."""
+        """StoreError if a shard is missing or truncated. Cost: once, one `stat` per shard."""
         for shard in () if self._has_room else self.shards:
             shard.demand_room()
         self._has_room = True
 
     def spread(self) -> Spread:
-        """Mean and scatter of all rows, of which there must be some. Cost: opens every shard, and reads no rows."""
+        """Of all rows, at least one. Cost: opens every shard, and reads no rows."""
         return reduce(add, (shard.spread() for shard in self.shards))
 
     @cached_property
     def chunk_starts(self) -> np.ndarray:
-        """(chunks + 1,) each chunk's first row, in stored order, then the number of rows."""
+        """(chunks + 1,) each chunk's first row, then the number of rows."""
         self.demand_shards()  # a damaged `store.json` may exaggerate their rows
         starts = [
             np.arange(start, start + shard.record.rows, shard.chunk_rows)
@@ -258,7 +251,7 @@ class Chunks:
     ) -> np.ndarray:
         """Rows of a chunk, by ascending numbers within it, (R, D) in the storage dtype; in `out` if given.
 
-        Cost: the first time, reading all of the chunk and a pass of XXH3-64 over it: 20 to 30 GB/s.
+        Cost: once, reading the whole chunk and its XXH3-64 (20 to 30 GB/s).
         """
         shard, number, of_shard = self._within_shard(chunk)
         layout, opened = self._open(number)
@@ -279,7 +272,6 @@ class Chunks:
         return rows
 
     def prefetch(self, chunk: int) -> None:
-        """Have the system read a chunk ahead, unless it was checked before."""
         shard, number, of_shard = self._within_shard(chunk)
         layout, opened = self._open(number)
         if not layout.checked[of_shard] and hasattr(os, "posix_fadvise"):  # macOS has none
@@ -287,16 +279,16 @@ class Chunks:
             os.posix_fadvise(opened.descriptor, start, shard.chunk_bytes, os.POSIX_FADV_WILLNEED)
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's chunk, and its number within that chunk, from its number within the store."""
+        """Each row's chunk and number within it, from its number within the store."""
         chunks = np.searchsorted(self.chunk_starts, rows, side="right") - 1
         return chunks, rows - self.chunk_starts[chunks]
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers by which rows are split: their documents', else their own. As `row_values`."""
+        """The numbers by which rows are split: their documents', else their own."""
         return rows if "document" not in self.meta.columns else self.row_values("document", rows)
 
     def row_values(self, name: str, rows: np.ndarray) -> Any:
-        """A column's values, or true codes, for rows given by their ascending numbers within the store."""
+        """A column's values, or true codes, by rows' ascending numbers within the store."""
         begin, end = (rows[0], rows[-1]) if len(rows) else (0, 0)
         first, last = np.searchsorted(self.shard_starts, (begin, end), side="right") - 1
         cuts = np.searchsorted(rows, self.shard_starts[first + 1 : last + 1])
@@ -310,7 +302,6 @@ class Chunks:
         )
 
     def _values(self, shard: int, name: str, rows: np.ndarray) -> Any:
-        """As `row_values`, of one shard, by numbers within it."""
         begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
         if name != CODES:
             return self._array(shard, name, begin, end)[rows - begin]
@@ -333,12 +324,11 @@ class Chunks:
         return values
 
     def windows(self, shard: int) -> Windows:
-        """The windows whose first row is in a shard, of a store that keeps them."""
+        """The windows whose first row is in a shard."""
         parts = {name: self._array(shard, f"{WINDOWS}/{name}") for name in WINDOW_DTYPES}
         return Windows(**parts | {"stored": parts["stored"].astype(bool)})
 
     def _within_shard(self, chunk: int) -> tuple[Shard, int, int]:
-        """A chunk's shard, that shard's number, and the chunk's within it."""
         row = int(self.chunk_starts[chunk])
         number = int(np.searchsorted(self.shard_starts, row, side="right")) - 1
         shard = self.shards[number]

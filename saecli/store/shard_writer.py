@@ -1,9 +1,7 @@
 """Writing one shard.
 
-HDF5 writes into memory, as on a full disk it can crash the process: all but the activations, for which it leaves a gap.
-Activations and the rest go to disk by plain writes, whose failure is an OSError.
-
-Legend: R rows, D = d_in.
+HDF5, which can crash the process on a full disk, writes into memory, and leaves a gap for the activations. These and
+the rest go to disk by plain writes.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
 
 class ShardWriter:
-    """Writes one shard under a hidden name; `commit` makes it appear whole.
-
-    Memory: one chunk as stored, in float32 and in float64, and the columns, whatever the size of the shard.
-    """
+    """Writes one shard under a hidden name; `commit` makes it appear whole. Memory: a few chunks, and the columns."""
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self.path = path
@@ -67,7 +62,6 @@ class ShardWriter:
         return sum(int(np.sum(part == value)) for part in self._columns[column])
 
     def append(self, block: RowBlock) -> None:
-        """Append the rows of a block, as stored."""
         if block.windows is not None:
             self._windows.append(block.windows)
             self._starts.append(self.rows)
@@ -87,7 +81,6 @@ class ShardWriter:
                 self._flush_chunk()
 
     def commit(self) -> tuple[Frame, Norms]:
-        """Finish the shard, flush it and rename it to its final path; its frame, and the norms of its rows."""
         if self._filled:
             if self.rows < len(self._chunk):  # the only chunk is its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
@@ -115,7 +108,6 @@ class ShardWriter:
         return frame, norms
 
     def _datasets(self) -> dict[str, np.ndarray]:
-        """All but the activations."""
         assert self._spread is not None
         datasets: dict[str, np.ndarray] = {}
         for name, parts in self._columns.items():
@@ -129,7 +121,6 @@ class ShardWriter:
         return datasets
 
     def abandon(self) -> None:
-        """Remove the hidden file; does nothing after `commit`."""
         if self._file >= 0:
             with suppress(OSError):  # some systems report failed writes on closing
                 os.close(self._file)
@@ -182,9 +173,8 @@ class _AroundGap(io.BytesIO):
 def _image(memory: io.BytesIO, meta: StoreMeta, rows: int) -> tuple[h5py.File, int]:
     """A shard's file in memory, with a gap for the activations, and the offset of the gap.
 
-    A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
-    them (version 1.10 of the format). It comes first, so that its offset does not depend on what follows. Equal rows
-    make equal bytes: h5py records no times.
+    In version 1.10 of the format a fixed-size, unfiltered dataset that is allocated at once has consecutive chunks and
+    needs no index of them. It comes first, so that its offset does not depend on what follows.
     """
     import h5py  # `sae list` need not wait for it
 

@@ -1,11 +1,10 @@
 """Which rows: train and test, by a hash of each document; and streams of them, in stored order or shuffled.
 
-A document belongs to a fraction if its hash is below it. So held-out rows do not depend on the fraction trained on,
-smaller fractions are subsets of larger ones, and the rows of a document stay together. A fraction without a document,
-as in a small store, takes the one with the lowest hash; so does the held-out part of each source of a mixture.
+A document belongs to a fraction if its hash is below it. So smaller fractions are subsets of larger ones, and held-out
+rows depend on none. A fraction without a document, as in a small store, takes the one with the lowest hash; so does the
+held-out part of each source of a mixture.
 
-A stream is a series of blocks of whole batches. A few blocks are being filled by a small thread pool, in NumPy calls
-that release the GIL, while one is consumed.
+A stream is a series of blocks of whole batches, a few of which a small thread pool fills ahead.
 
 Legend: B rows of a batch, R rows, D = d_in.
 """
@@ -51,7 +50,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def _hashes(ids: np.ndarray, seed: int, stream: int) -> np.ndarray:
-    """Each id's hash, in the 53 bits of a float64's mantissa."""
+    """Hashes of 53 bits, as a float64's mantissa has."""
     key = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
     return splitmix64(splitmix64(ids.astype(np.uint64)) ^ key) >> np.uint64(11)
 
@@ -61,7 +60,7 @@ def _limit(fraction: float) -> int:
 
 
 class _Group:
-    """The documents of a source: the one with the lowest hash, and whether there are others."""
+    """The document of a source that has the lowest hash, and whether there are others."""
 
     def __init__(self) -> None:
         self.lowest = self.highest = self.document = -1
@@ -83,15 +82,14 @@ class _Group:
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which ids of documents, (R,) integers, are held out by their hash, (R,) bool. Where none is, as in a small store,
-    a `Split` takes the lowest hash."""
+    """Which ids of documents, (R,) integers, are held out by their hash, (R,) bool."""
     return _hashes(ids, seed, _TEST_STREAM) < np.uint64(_limit(test_fraction))
 
 
 @dataclass(frozen=True)
 class Split:
     """A choice of rows; see `ActivationStore.split`. The documents `also_test` are held out, and `also_train` trained
-    on, whatever their hash. `rest`: of the training documents those outside of the fraction."""
+    on, whatever their hash."""
 
     which: Which
     fraction: float = 1.0
@@ -112,10 +110,7 @@ class Split:
             )
 
     def fitted(self, parts: Callable[[], Iterator[tuple[np.ndarray, np.ndarray | None]]]) -> Self:
-        """This split of a store with these row ids and, of a mixture, sources. An only document is not held out.
-
-        Cost: reads up to the first document in the fraction, of a mixture of each source.
-        """
+        """This split for rows of these ids and sources, read up to the first document in the fraction."""
         split = self
         if self.which != "all" and self.test_fraction > 0:
             split = replace(split, also_test=self._lowest_of_each_source(parts()))
@@ -132,8 +127,8 @@ class Split:
     def _lowest_of_each_source(
         self, parts: Iterator[tuple[np.ndarray, np.ndarray | None]]
     ) -> tuple[int, ...]:
-        """The documents to hold out of sources of several that have none in the test fraction; where each source has
-        one document, the lowest of all."""
+        """What to hold out of sources without a document in the test fraction, unless they have one only; where all
+        have one only, the lowest of all."""
         limit, groups, whole = _limit(self.test_fraction), dict[int, _Group](), _Group()
         for ids, sources in parts:
             hashes = _hashes(ids, self.seed, _TEST_STREAM)
@@ -177,8 +172,6 @@ def _or_among(chosen: np.ndarray, ids: np.ndarray, others: tuple[int, ...]) -> n
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of a store that a split chooses, as batches of float32 or of the storage dtype."""
-
     store: Chunks
     split: Split
     counts: np.ndarray  # (chunks,) number of chosen rows in each chunk
@@ -189,7 +182,7 @@ class Source:
         return int(self.counts.sum())
 
     def within(self, chunk: int) -> np.ndarray | None:
-        """Ascending indices of the chosen rows of a chunk; None for all. Not cached, so that memory is constant."""
+        """Ascending indices of the chosen rows of a chunk; None for all."""
         rows = self.store.rows_of(chunk)
         if self.counts[chunk] == len(rows):
             return None
@@ -209,15 +202,10 @@ class Source:
 class Deal:
     """Deals the wanted rows of a store to the windows of an epoch, and orders each window.
 
-    Neighbouring rows are of one document and must not share a batch. Rows are dealt in units, short runs of neighbours,
-    each window's from all over the store. A window of units of n rows is ordered in n turns: every unit gives one row
-    to each turn, at the same position in all. So two rows of a unit never share a batch shorter than a turn, a batch
-    holds no more pairs of one document than under a uniform shuffle, and the disk is read in runs.
-
-    Args:
-        source: the wanted rows; to their size as stored those of units, windows and runs are fitted.
-        batch_size: a turn has at least twice this number of rows.
-        window_bytes: approximate size of the wanted rows in a window, which holds whole units.
+    Rows are dealt in units, short runs of neighbours, each window's from all over the store. A window of units of n
+    rows is ordered in n turns: every unit gives one row to each turn, at the same position in all. A turn has at least
+    twice `batch_size` rows. So two rows of a unit, which are of one document, never share a batch, and the disk is read
+    in runs. `window_bytes` of wanted rows are in a window, up to whole units.
     """
 
     def __init__(
@@ -229,7 +217,7 @@ class Deal:
     ) -> None:
         self._source, self.batch_size, self._seed = source, batch_size, seed
         row_bytes = source.store.meta.row_bytes
-        # Rows that leave in ascending order, so that whoever gathers them reads forward.
+        # Rows that leave in ascending order, so that they are read forward.
         self.run = max(1, RUN_BYTES // row_bytes)
         # Large enough for whole units with such batches, within bounds.
         fitting = min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
@@ -243,7 +231,7 @@ class Deal:
         self._units = -(-units // self.windows)
 
     def window(self, number: int) -> np.ndarray:
-        """The rows of a window, (R,) int64 numbers within the store, in order. Cost: about 30 ns per stored row."""
+        """The rows of a window in order, (R,) int64 numbers. Cost: about 30 ns per stored row."""
         first = number * self._units
         units = np.sort(self._dealt[first : first + self._units])  # so that `keeps` goes forward
         rows = (units[:, None] * self._unit + np.arange(self._unit)).ravel()
@@ -266,13 +254,12 @@ class Deal:
 
 @dataclass(frozen=True)
 class Part:
-    """One of several equal, contiguous parts, each for another process; numbered from 0."""
+    """One of several equal, contiguous parts, numbered from 0."""
 
     number: int = 0
     parts: int = 1
 
     def of(self, count: int) -> tuple[int, int]:
-        """This part's first and last + 1 of `count` items."""
         return count * self.number // self.parts, count * (self.number + 1) // self.parts
 
 
@@ -312,8 +299,7 @@ def in_order(source: Source, batch_size: int, part: Part) -> Stream:
 
 
 def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Stream:
-    """The wanted rows once each, shuffled, (B, D), without the `first` batches. A window's rows are read forward
-    through the store, and decoded while the next window is read."""
+    """The wanted rows shuffled, (B, D), without the `first` batches; a window is decoded while the next is read."""
     begin, end = part.of(deal.batch_size)
     sizes = _Blocks(source, end - begin)
 
@@ -343,8 +329,8 @@ class _Buffer:
 
 
 def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.ndarray]:
-    """The rows of each window in the order of batches, (R,) numbers, from batch `first` on. Rows that do not fill a
-    batch leave with the next window, which is dealt meanwhile. Runs within a batch are ascending."""
+    """The rows of each window in the order of batches, (R,) numbers, from batch `first` on; those that do not fill a
+    batch leave with the next window."""
     batch_size = deal.batch_size
     rest, passed = np.empty(0, np.int64), first * batch_size
     dealt = pool.submit(deal.window, 0)
@@ -371,7 +357,7 @@ def _of_part(order: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
 
 
 def _loads(source: Source, order: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
-    """Tasks that copy rows, (R,) numbers, into out, (R, D), in any order; each reads forward."""
+    """Tasks that copy rows, (R,) numbers, into out, (R, D)."""
     store, forward = source.store, np.argsort(order)
     # NumPy copies a row faster as one value.
     whole_row = np.dtype((np.void, store.meta.row_bytes))
@@ -397,7 +383,7 @@ def _decoding(
     window: np.ndarray,
     loads: list[Callable[[], None]],
 ) -> Iterator[_Block]:
-    """The blocks of a window, while the next one is loaded, evenly between them; returns once both are done."""
+    """The blocks of a window, while the next one is loaded, evenly between them."""
 
     def decode(begin: int, end: int, out: np.ndarray) -> None:
         source.decode(window[begin:end], out)
@@ -415,8 +401,6 @@ def _decoding(
 
 
 class _Blocks:
-    """The sizes of a stream's blocks, of whole batches, and how many are filled ahead."""
-
     def __init__(self, source: Source, batch_size: int) -> None:
         row_bytes = source.dtype.itemsize * source.store.d_in
         self.rows = batch_size * max(1, BLOCK_BYTES // (row_bytes * batch_size))

@@ -23,13 +23,11 @@ class StoredType:
 
     @property
     def hdf5(self) -> "h5py.h5t.TypeID":
-        """bfloat16 is a custom float that the HDF5 library itself converts to float32."""
         import h5py  # `sae list` need not wait for it
 
         if self.name != "bfloat16":
             return h5py.h5t.py_create(self.storage)
         bfloat16 = h5py.h5t.IEEE_F32LE.copy()
-        # Sign bit; exponent's position and size; mantissa's position and size.
         bfloat16.set_fields(15, 7, 8, 0, 7)
         bfloat16.set_size(2)
         bfloat16.set_ebias(127)
@@ -68,7 +66,7 @@ DTYPES = {
 
 
 class TextWindow(NamedTuple):
-    """A window of tokens, and which of them are rows: only these are read, replaced and scored."""
+    """A window of tokens, and which of them are rows."""
 
     token_ids: np.ndarray  # (T,) int64, of the whole window, the special tokens around a text too
     is_row: np.ndarray  # (T,) bool
@@ -84,7 +82,6 @@ Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of 
 
 
 def codes_datasets(codes: "csr_array") -> dict[str, np.ndarray]:
-    """A shard's datasets of true codes, by name."""
     return {
         f"{CODES}/offset": codes.indptr.astype("<i8"),
         f"{CODES}/index": codes.indices.astype("<i4"),
@@ -115,7 +112,7 @@ class Norms:
 
     @classmethod
     def of(cls, norms: np.ndarray) -> Self:
-        """Summary of finite norms, (R,), R at least 1."""
+        """Of finite norms, (R,), R at least 1."""
         median = float(np.median(norms))
         return cls(
             rows=len(norms),
@@ -153,7 +150,7 @@ class Spread:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Measure rows, (R, D) float64, R at least 1, overwriting them; two passes avoid cancellation."""
+        """Of rows, (R, D) float64, R at least 1, which are overwritten; two passes avoid cancellation."""
         mean = np.add.reduce(rows, axis=0) / len(rows)
         rows -= mean
         np.multiply(rows, rows, out=rows)
@@ -161,7 +158,6 @@ class Spread:
 
     @classmethod
     def measured(cls, batches: Iterable[np.ndarray], d_in: int) -> Self:
-        """Measure batches, (R, D) each, in one pass."""
         total = cls(0, np.zeros(d_in), np.zeros(d_in))
         for batch in batches:
             total += cls.of(batch.astype(np.float64))
@@ -188,5 +184,5 @@ class Spread:
         )
 
     def __sub__(self, part: "Spread") -> Self:
-        """The rows outside `part`; a scatter much smaller than the whole's keeps few digits."""
+        """The rows outside `part`; a scatter much below the whole's keeps few digits."""
         return self + Spread(-part.rows, part.mean, -part.scatter)

@@ -71,10 +71,7 @@ class World:
         return levels_of(self.parents)
 
     def codes(self, seed: int, block: int) -> csr_array:
-        """The true codes of a block, (B, G), a pure function of the world, seed and block number.
-
-        Cost: B G Gaussians.
-        """
+        """The true codes of a block, (B, G). Cost: B G Gaussians."""
         random = np.random.default_rng((seed, block))
         gaussians = random.standard_normal((self.block_rows, self.features), np.float32)
         if self.factor.shape[1]:
@@ -116,7 +113,7 @@ class World:
 
 
 def directions_of(store: ActivationStore) -> np.ndarray:
-    """The directions of the features of a store's rows, (G, D); StoreError if their file is missing or damaged."""
+    """(G, D); StoreError if their file is missing or damaged."""
     return stored_world(store.path).directions
 
 
@@ -129,7 +126,7 @@ def stored_world(store: Path) -> World:
 
 
 def world_of(config: SyntheticConfig) -> World:
-    """The world of some options; ConfigError if the requested L0 is infeasible."""
+    """ConfigError if the requested L0 is infeasible."""
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
     own_probabilities = np.where(parents >= 0, firing / firing[parents], firing)

@@ -1,8 +1,6 @@
 """Writing a store so that after any kill the same producer, run again, completes it identically.
 
-Of several ranks each writes a store of its own within the joint one, which rank 0 locks and begins.
-
-Legend: R rows, D = d_in.
+Each of several ranks writes a store of its own within the joint one, which rank 0 locks and begins.
 """
 
 import json
@@ -57,8 +55,8 @@ class StoreWriter:
                     break
             meta = writer.finish()
 
-    On resuming, the writer skips the rows of the first block that are stored. A shard ends early, at the next whole
-    chunk, once it is `SHARD_SECONDS` old, and where the `with` is left without `finish`, unless `append` has failed.
+    On resuming, the writer skips the rows of the first block that are stored. A shard ends early, at a whole chunk,
+    once it is `SHARD_SECONDS` old, and where the `with` is left without `finish`, unless `append` has failed.
     """
 
     def __init__(
@@ -81,9 +79,8 @@ class StoreWriter:
     def open(
         cls, path: Path, meta: StoreMeta, *, limit: int | None = None, rank: int | None = None
     ) -> Self:
-        """Begin a store of at most `limit` rows, or resume it; StoreError if another process is writing it, it holds
-        something else, or a shard is missing or damaged. With a `rank`, that rank's part, which may end without rows,
-        of the joint store at `path`."""
+        """Begin or resume a store of at most `limit` rows, or a `rank`'s part of it, which may end without rows;
+        StoreError if another process is writing it, it holds something else, or a shard is missing or damaged."""
         if rank is not None:
             path = rank_folder(path, rank)
         lock, stored = claim(path, meta)
@@ -128,13 +125,9 @@ class StoreWriter:
     def append(
         self, block: RowBlock, cursor: dict[str, Any], verdicts: np.ndarray | None = None
     ) -> None:
-        """Append one block, without the rows that `Admission` drops; after the last row of the store none is counted.
+        """Append one block, without the rows that `Admission` drops; with `verdicts`, (R,), its rows are as stored.
 
-        Args:
-            verdicts: on rows as stored, (R,), in place of those of `admission`.
-
-        Raises:
-            StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
+        StoreError if the write fails (whole shards stay), or the producer does not resume where the store ends.
         """
         if verdicts is None:
             rows, verdicts = self.admission.verdicts(block.rows)
@@ -152,7 +145,6 @@ class StoreWriter:
         self._is_torn = False
 
     def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
-        """Rows of a block of `rows` that were stored before an interruption."""
         if self._resume is None:
             return 0
         skip = self._resume.skip
@@ -162,7 +154,7 @@ class StoreWriter:
         return skip
 
     def _store(self, block: RowBlock, begin: int, cursor: dict[str, Any]) -> int:
-        """Write a block's rows from `begin` to its end, or the end of the shard; the number of the next."""
+        """Write a block's rows from `begin` to its or the shard's end; the number of the next."""
         if self._shard is None:
             path = self.path / SHARDS / shard_name(len(self.meta.shards))
             self._shard, self._started = ShardWriter(path, self.meta), time.monotonic()
@@ -179,7 +171,7 @@ class StoreWriter:
         return stop
 
     def finish(self) -> StoreMeta:
-        """Write the last shard and mark the store complete; StoreError if it has no rows, or fewer than before."""
+        """StoreError if the store has no rows, or fewer than before."""
         if self.meta.complete:
             return self.meta
         if self._resume is not None and self._resume.skip:
@@ -206,7 +198,7 @@ class StoreWriter:
         self.meta = meta
 
     def _commit(self) -> StoreMeta:
-        """Make the shard appear; the contents of `store.json` that record it."""
+        """Make the shard appear; the `store.json` that records it."""
         assert self._shard is not None and self._last is not None
         self._is_torn = True  # until there is a new shard
         sources, control = dict(self.meta.sources), dict(self.meta.control_tokens)
@@ -240,7 +232,7 @@ class StoreWriter:
 
 
 def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
-    """Lock a folder and begin or resume a store in it; the lock's descriptor, and the `store.json` to resume from."""
+    """Lock a folder and begin or resume a store in it; the lock's descriptor, and the `store.json`."""
     with _reporting(path, 0):
         try:
             # The system releases it if the process dies.
@@ -258,7 +250,6 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
 
 
 def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
-    """The contents of `store.json` in a locked folder, new or of the store to resume."""
     if not (path / STORE_MARKER).exists():
         if any(path.glob("[!.]*")):
             raise StoreError(f"{path} is no store, and not empty; choose another --name")
@@ -316,8 +307,8 @@ def _reporting(path: Path, rows: int) -> Iterator[None]:
 
 @contextmanager
 def ranked_store(path: Path, meta: StoreMeta) -> Iterator[None]:
-    """Rank 0's lock on a store that `meta.ranks` processes write, which begins or resumes it, and marks it complete
-    when the parts of all are; StoreError as by `StoreWriter.open`."""
+    """Lock, begin or resume a store that `meta.ranks` processes write, and mark it complete when all parts are;
+    StoreError as by `StoreWriter.open`."""
     lock, _ = claim(path, meta)
     try:
         yield

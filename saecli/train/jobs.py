@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..base.console import Listener, Mute
+from ..base.console import Listener, Silent
 from ..base.errors import ConfigError, PeerError, RunError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.processes import communicator
@@ -134,7 +134,7 @@ def known_job(
     document = communicator().broadcast_object(read)
     if document is None:
         return None
-    known = reopen_run(home, folder, document, Mute(), "go on with")
+    known = reopen_run(home, folder, document, Silent(warns=False), "go on with")
     if known.options() != run.options():
         raise RunError(
             f"there is a run named {name!r} already, with other options; give another --name"
