@@ -16,7 +16,7 @@ import torch
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
-from ..base.home import STORE_MARKER, Home, Shelf, checked_name
+from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known, options_of, with_options
 from ..base.processes import ALONE, Communicator, communicator
 from ..base.words import counted
@@ -110,10 +110,20 @@ def extract(
     selection = Selection.of(layer, site, module)
     if name is not None:
         checked_name(name)
-    models = model if isinstance(model, list) and model else [model or ExtractConfig.model]
+    from ..model.source import loaded_sources  # transformers takes seconds to import
+
+    models: list[Any] = (
+        model if isinstance(model, list) and model else [model or ExtractConfig.model]
+    )
     shelf, listener, processes = Home.at(home).stores, listening(progress), communicator()
     with note_when_stopped(listener) as folders:
-        plan = _plan(models, tokenizer, options, selection, name, shelf, device, processes)
+        sources = loaded_sources(models, tokenizer, options.keys(), device) or models
+        first = sources[0] if isinstance(sources[0], str) else sources[0].id
+        chosen: dict[str, Any] = {**options, "model": first}
+        config = ExtractConfig(**chosen)
+        plan = plan_extraction(
+            config, options.keys(), sources, selection, name, shelf, device_named(device), processes
+        )
         folders += [request.folder for request in plan.requests]
         finished = processes.broadcast_object(plan.finished)
         if len(finished) < len(plan.requests):
@@ -121,26 +131,6 @@ def extract(
         stores = _opened(plan, finished, listener if processes.is_main else Silent())
     several = isinstance(model, list) or selection.is_several(layer, site, module)
     return stores if several else stores[0]
-
-
-def _plan(
-    models: Sequence[Any],
-    tokenizer: Any,
-    options: Mapping[str, Any],
-    selection: Selection,
-    name: str | None,
-    shelf: Shelf,
-    device: str,
-    processes: Communicator,
-) -> ExtractionPlan:
-    from ..model.source import loaded_sources
-
-    sources = loaded_sources(models, tokenizer, options.keys(), device) or models
-    first = sources[0] if isinstance(sources[0], str) else sources[0].id
-    config = ExtractConfig(**{**options, "model": first})
-    return plan_extraction(
-        config, options.keys(), sources, selection, name, shelf, device_named(device), processes
-    )
 
 
 def _run(plan: ExtractionPlan, listener: Listener, processes: Communicator) -> None:
@@ -188,10 +178,8 @@ class Extraction:
         self.plan, self.models = plan, models
         self.listener, self.processes = listener, processes
         self._read_chat = self._chats().read if plan.text.chat else text_of
-        for source in plan.sources:
-            note = source.note()
-            if note:
-                listener.warn(note)
+        for note in filter(None, [source.note() for source in plan.sources]):
+            listener.warn(note)
         self._rows_of = self.cutter().rows
         self._widths = self._measured_widths()
         self.block_tokens = self._block_tokens()
@@ -248,11 +236,8 @@ class Extraction:
     def metas(self) -> dict[HookPoint, StoreMeta]:
         """The `store.json` of each store."""
         config, text, cutter = self.plan.config, self.plan.text, self.cutter()
-        columns = [*TOKEN_COLUMNS]
-        if text.chat:
-            columns.append("role")
-        if text.names:
-            columns.append("source")
+        further = {"role": text.chat, "source": text.names}
+        columns = (*TOKEN_COLUMNS, *(name for name, present in further.items() if present))
         metas = {}
         for request in self.plan.requests:
             point, width = request.point, self._widths[request.point]
@@ -268,7 +253,7 @@ class Extraction:
                 request_hash=request.hash,
                 dtype=config.dtype,
                 d_in=width,
-                columns=tuple(columns),
+                columns=columns,
                 sources=dict.fromkeys(text.names, 0),
                 control_tokens=dict.fromkeys(map(str, cutter.control), 0),
                 shard_rows=config.shard_rows or rows_per_shard(width, config.dtype, SHARD_ROWS),

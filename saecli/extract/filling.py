@@ -195,10 +195,8 @@ def fill(
     def store(block: Block, activations: Activations) -> None:
         verdicts = None
         if len(writers) > 1 and activations:  # a row dropped from one store is dropped from all
-            of_each = [
-                writer.admission.verdicts(activations[point])[1]
-                for point, writer in writers.items()
-            ]
+            admissions = ((point, writer.admission) for point, writer in writers.items())
+            of_each = [admission.verdicts(activations[point])[1] for point, admission in admissions]
             verdicts = np.max(of_each, axis=0)
         for point, writer in writers.items():
             if needs(point, block):
@@ -212,10 +210,7 @@ def fill(
                 writer.append(rows, block.cursor.to_json(), verdicts)
                 check_some_stored(writer.rows, writer.meta.dtype, block.offered)
 
-    with (
-        closing(ahead(blocks_from(first))) as blocks,
-        writing_thread() as pool,
-    ):
+    with closing(ahead(blocks_from(first))) as blocks, writing_thread() as pool:
         under_way: Future[None] = pool.submit(lambda: None)
         for block in blocks:
             offered = block.offered

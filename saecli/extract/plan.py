@@ -124,11 +124,8 @@ class ExtractionPlan:
     device: torch.device
 
     def finished(self) -> set[HookPoint]:
-        return {
-            request.point
-            for request in self.requests
-            if finished_store(request.folder, request.hash)
-        }
+        requests = self.requests
+        return {each.point for each in requests if finished_store(each.folder, each.hash)}
 
 
 def plan_extraction(

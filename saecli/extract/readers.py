@@ -59,12 +59,14 @@ class Reader(Protocol):
     @property
     def options(self) -> Set[str]:
         """The `COLUMN_OPTIONS` and `HUB_OPTIONS` that it takes."""
+        return frozenset()
 
     def identity(self, column: str) -> dict[str, Any]:
         """What determines the texts in a column."""
 
     def commit(self) -> str | None:
         """The commit at which it reads, if any."""
+        return None
 
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
         """The rows, from a mark on if it sets marks."""
@@ -85,14 +87,9 @@ def reader_of(
     return HubDataset(dataset, config or DEFAULT_CONFIGS.get(dataset), split, revision)
 
 
-class StdlibDocs:
-    options: Set[str] = frozenset()
-
+class StdlibDocs(Reader):
     def identity(self, column: str) -> dict[str, Any]:
         return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
-
-    def commit(self) -> None:
-        return None
 
     def rows(self, column: str, mark: Mark | None) -> Iterator[Row]:
         for number, text in enumerate(stdlib_docstrings()):
@@ -129,16 +126,13 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class TextFile:
+class TextFile(Reader):
     dataset: str
 
     @property
     def options(self) -> Set[str]:
         known = TEXT_FORMATS.get(_kind(Path(self.dataset)))
         return frozenset() if known is not None and not known.has_columns else COLUMN_OPTIONS
-
-    def commit(self) -> None:
-        return None
 
     @cached_property
     def _path(self) -> Path:

@@ -137,7 +137,8 @@ class Cutter:
                     within = turns[bisect_right(turns, begin) : bisect_right(turns, end)]
                     end = max(within, default=end)
                 is_last = self._positions == "last" or end == len(tokens)
-                parts = [self._prefix(document), tokens[begin:end], self._suffix(document)]
+                prefix, suffix = _added(self.prefix, document), _added(self.suffix, document)
+                parts = [prefix, tokens[begin:end], suffix]
                 yield self._window(parts, _after(document, end, is_last))
                 begin = len(tokens) if is_last else end
             begin = 0
@@ -149,10 +150,10 @@ class Cutter:
             tokens, _ = self._tokens(document)
             while begin < len(tokens):
                 if not parts:
-                    parts, room = [self._prefix(document)], self._room
+                    parts, room = [_added(self.prefix, document)], self._room
                     begin += self._repeated_prefix(tokens[begin:])
                 elif begin == 0:
-                    parts.append(_added(self._separator, document.number))
+                    parts.append(_added(self._separator, document))
                     room -= len(self._separator)
                 end = min(begin + room, len(tokens))
                 parts.append(tokens[begin:end])
@@ -160,13 +161,13 @@ class Cutter:
                 is_last = end == len(tokens)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if room <= (len(self._separator) if is_last else 0):
-                    parts.append(self._suffix(document))
+                    parts.append(_added(self.suffix, document))
                     yield self._window(parts, _after(document, end, is_last))
                     parts = []
                 begin = end
             begin = 0
         if parts:
-            parts.append(self._suffix(document))
+            parts.append(_added(self.suffix, document))
             yield self._window(parts, _after(document, 0, is_last=True))
 
     def _tokens(self, document: Document) -> tuple[np.ndarray, list[int]]:
@@ -189,12 +190,6 @@ class Cutter:
         tokens["special"] = [token in self._special for token in token_ids]
         return tokens, turns
 
-    def _prefix(self, document: Document) -> np.ndarray:
-        return _added(self.prefix, document.number)
-
-    def _suffix(self, document: Document) -> np.ndarray:
-        return _added(self.suffix, document.number)
-
     def _repeated_prefix(self, tokens: np.ndarray) -> int:
         """The number of tokens that stand for the prefix: a second BOS would be a second attention sink."""
         count = len(self.prefix)
@@ -214,15 +209,14 @@ class Cutter:
 
 def _after(document: Document, end: int, is_last: bool) -> Cursor:
     """Where the next window begins after one that ends at a token of a document."""
-    if is_last:
-        return Cursor(document.number + 1, 0, document.mark)
-    return Cursor(document.number, end, document.mark)
+    number, token = (document.number + 1, 0) if is_last else (document.number, end)
+    return Cursor(number, token, document.mark)
 
 
-def _added(token_ids: list[int], document: int) -> np.ndarray:
+def _added(token_ids: list[int], document: Document) -> np.ndarray:
     tokens = np.zeros(len(token_ids), TOKEN)
     tokens["token_id"] = token_ids
-    tokens["document"] = document
+    tokens["document"] = document.number
     tokens["special"] = True
     return tokens
 

@@ -77,7 +77,11 @@ class LanguageModel:
             if head == "any" and _predicts_masked(source):
                 self.mask_token = self.tokenizer.mask_token_id
             self.model: Any = self._loaded(bool(head), dtype, weights_seed, last)
-            self._check_reads_tokens()
+            if not hasattr(self.model.get_input_embeddings(), "weight"):
+                raise ModelError(
+                    f"{source.name} reads no tokens: expected a causal language model, got a "
+                    f"{type(self.model).__name__}; use another model"
+                )
             self.modules = _modules(self.model, source)
             self._norms = [norms_of(block, source.d_model) for block in self.blocks]
             if isinstance(source, LoadedSource):
@@ -118,13 +122,6 @@ class LanguageModel:
             raise ModelError(
                 f"{self.source.name} predicts no next token: expected a causal language model, got one whose tokens "
                 "see later ones; use another model, or leave --model out if it is optional"
-            )
-
-    def _check_reads_tokens(self) -> None:
-        if not hasattr(self.model.get_input_embeddings(), "weight"):
-            raise ModelError(
-                f"{self.source.name} reads no tokens: expected a causal language model, got a "
-                f"{type(self.model).__name__}; use another model"
             )
 
     @property
@@ -227,9 +224,8 @@ class LanguageModel:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"{self.source.name} cannot run on these tokens: its forward pass failed with "
-                f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
-                f"another model"
+                f"{self.source.name} cannot run on these tokens: its forward pass failed with {type(error).__name__}: "
+                f"{one_line(error)}; check its weights and config.json, or use another model"
             ) from error
 
     @property
@@ -352,8 +348,7 @@ def _with_weights(
         shape, more = tuple(model.state_dict()[lacking[0]].shape), len(lacking) - 1
         raise ModelError(
             f"cannot load the model {source.name}: its checkpoint has no weights of shape {shape} for "
-            f"{lacking[0]}{f' and {more} more' if more else ''}; use a complete checkpoint that its "
-            "config.json describes"
+            f"{lacking[0]}{f' and {more} more' if more else ''}; use one that config.json describes"
         )
     return model
 
@@ -431,9 +426,6 @@ def modules_document(model: str, revision: str | None) -> dict[str, Any]:
             layer = in_block.match(path)
             if layer is not None and int(layer[1]) not in numbers:
                 numbers.append(int(layer[1]))
-    keys = ("module", *SIDES)
-    lines = [
-        {**dict(zip(keys, line, strict=True)), "layers": numbers}
-        for line, numbers in layers.items()
-    ]
+    keys = ("module", *SIDES, "layers")
+    lines = [dict(zip(keys, (*line, numbers), strict=True)) for line, numbers in layers.items()]
     return {"model": source.name, "modules": lines}

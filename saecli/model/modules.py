@@ -199,9 +199,8 @@ class _Interception:
 
     def _undefined(self, got: str) -> ConfigError:
         return ConfigError(
-            f"{self._name} is no hook point: expected activations "
-            f"({', '.join(map(str, self._windows))}, d_in) of windows of tokens, got {got}; name another site or "
-            "module, see `sae extract --list-modules`"
+            f"{self._name} is no hook point: expected activations ({', '.join(map(str, self._windows))}, d_in) of "
+            f"windows of tokens, got {got}; name another, see `sae extract --list-modules`"
         )
 
 

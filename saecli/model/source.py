@@ -152,12 +152,12 @@ class ModelSource:
             return None
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
-        scaled = [name for name in ROPE_FACTORS if name.encode() in head]
+        scaled = " and ".join(name for name in ROPE_FACTORS if name.encode() in head)
         if not scaled:
             return None
         return (
-            f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
-            f"embedding, so rows differ from the model's; its folder from the hub has them"
+            f"{path.name}: transformers leaves out {scaled}, the factors of its rotary embedding, so "
+            "rows differ from the model's; its folder from the hub has them"
         )
 
 
@@ -239,11 +239,11 @@ def _times_of(folder: Path) -> str:
 def _cached_sha256(path: Path) -> str:
     """A large file's is kept in the user's cache until the file changes."""
     stamp = path.stat()
+    if stamp.st_size < LARGE:
+        return file_sha256(path)
     times = [stamp.st_mtime_ns, stamp.st_ctime_ns]
     key = hash_request({"file": [str(path.resolve()), stamp.st_ino, stamp.st_size, *times]})
     cache = Path(HF_HOME, "saecli", key)
-    if stamp.st_size < LARGE:
-        return file_sha256(path)
     with suppress(OSError):
         return cache.read_text()
     digest = file_sha256(path)
@@ -255,7 +255,7 @@ def _cached_sha256(path: Path) -> str:
 
 
 def explained(name: str, error: BaseException, part: str = "model") -> ModelError:
-    """Why a model, or its tokenizer as `part`, could not be loaded, and what to do."""
+    """Why a model, or its tokenizer as `part`, could not be loaded."""
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{name} comes with Python code of its own, and this tool runs no code from a model's "
@@ -421,9 +421,8 @@ def loaded_sources(
                 f"tokenizer does nothing with {by_name[0]}, which has its own; leave it out"
             )
         return []
-    idle = [name for name in ("model_revision", "model_dtype") if name in options]
-    if device != "auto":
-        idle.append("device")
+    given = {*options, "device"} if device != "auto" else options
+    idle = [name for name in ("model_revision", "model_dtype", "device") if name in given]
     if idle:
         raise ConfigError(
             f"{idle[0]} does nothing with a loaded model, which is read as it is; leave it out"

@@ -161,8 +161,7 @@ def model_of(
             wanted = wanted.partition("@")[0]
     if wanted is None:
         raise ConfigError(
-            "--model is needed: expected one model in the files of "
-            f"{' and '.join(sae.name for sae in saes)}, got "
+            f"--model is needed: expected one model in the files of {' and '.join(sae.name for sae in saes)}, got "
             f"{' and '.join(sorted(spec or 'none' for spec in recorded))}; name it with --model"
         )
     source = source_of(wanted, {f"{wanted}@{revision}"} if revision else recorded)

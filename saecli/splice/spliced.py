@@ -206,10 +206,8 @@ class SplicedCodes(Mapping[Hashable, Tensor]):
         return len(self._parts)
 
     def __repr__(self) -> str:
-        shapes = {
-            key: None if part.codes is None else tuple(part.codes.shape)
-            for key, part in self._parts.items()
-        }
+        codes = {key: part.codes for key, part in self._parts.items()}
+        shapes = {key: None if z is None else tuple(z.shape) for key, z in codes.items()}
         return f"SplicedCodes({shapes})"
 
 
@@ -281,9 +279,8 @@ def _placement_of(home: Home, sae: SAELike, key: Hashable) -> Placement:
     subject, saved = opened
     if saved.sae.widths:
         raise ConfigError(
-            f"cannot splice {subject.name}, a crosscoder: its codes need the activations at all its hook "
-            "points before the first of them is replaced; measure it by `sae eval`, or add latents at one of "
-            "them by saecli.steering"
+            f"cannot splice {subject.name}, a crosscoder: its codes need the activations at all its hook points before "
+            "the first is replaced; measure it by `sae eval`, or add latents at one by saecli.steering"
         )
     layer, site = None, None
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int | np.integer):
