@@ -139,8 +139,7 @@ def _run(plan: ExtractionPlan, listener: Listener, processes: Communicator) -> N
 
     if plan.config.rows < processes.world_size:
         raise ConfigError(
-            f"--rows must be at least the number of processes, {processes.world_size}, got "
-            f"{plan.config.rows}"
+            f"--rows must be at least the number of processes, {processes.world_size}, got {plan.config.rows}"
         )
     plan.text.check_readable()
     last = last_layer([request.point for request in plan.requests])
@@ -193,8 +192,7 @@ class Extraction:
         for source in self.plan.text.sources:
             if source.chat:
                 self.listener.note(
-                    f"{source.dataset} holds chats in its column {source.column!r}, which go through "
-                    f"{template}"
+                    f"{source.dataset} holds chats in its column {source.column!r}, which go through {template}"
                 )
         return chats
 
@@ -217,14 +215,8 @@ class Extraction:
     def cutter(self) -> Cutter:
         config = self.plan.config
         control = config.control_tokens if self.plan.text.chat else None
-        return Cutter(
-            self.models[0].tokenizer,
-            config.window,
-            config.positions,
-            config.packed,
-            control,
-            config.begins,
-        )
+        tokenizer, positions = self.models[0].tokenizer, config.positions
+        return Cutter(tokenizer, config.window, positions, config.packed, control, config.begins)
 
     def forward(self) -> Forward:
         config, tokens = self.plan.config, pass_tokens(self.models[0].device)
@@ -242,14 +234,11 @@ class Extraction:
         for request in self.plan.requests:
             point, width = request.point, self._widths[request.point]
             model = self.models[point.model]
-            origin = {
-                **model.source.origin,
-                "module": model.modules.named(point),
-                "prepend_bos": bool(cutter.prefix),
-            }
+            module = model.modules.named(point)
+            origin = {"module": module, "prepend_bos": bool(cutter.prefix)}
             reads = model.reads(point)
             metas[point] = StoreMeta(
-                source=request.source | origin,
+                source=request.source | model.source.origin | origin,
                 request_hash=request.hash,
                 dtype=config.dtype,
                 d_in=width,

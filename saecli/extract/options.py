@@ -91,8 +91,7 @@ class ExtractConfig(Config):
     dataset_revision: Annotated[
         tuple[str, ...] | None,
         Shown(
-            "Commit, branch or tag of a hub dataset; the store records "
-            "the commit. Default: the newest."
+            "Commit, branch or tag of a hub dataset; the store records the commit. Default: the newest."
         ),
     ] = None
     text_column: Annotated[
@@ -114,8 +113,7 @@ class ExtractConfig(Config):
     context: Annotated[
         Count | None,
         Shown(
-            f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
-            "model's limit if lower."
+            f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the model's limit if lower."
         ),
     ] = None
     packed: Annotated[
@@ -195,8 +193,7 @@ class ExtractConfig(Config):
             )
         if self.packed and self.positions == "last":
             raise ConfigError(
-                "--packed does nothing with --positions last, which takes one row from each document's "
-                "own window; leave it out"
+                "--packed does nothing with --positions last, one row from each document's own window; leave it out"
             )
         weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
         shares = tuple(weight / sum(weights) for weight in weights)

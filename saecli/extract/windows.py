@@ -110,8 +110,7 @@ class Cutter:
         self.left_out: Counter[str] = Counter()
         if packed and not self._separator:
             raise ConfigError(
-                "--packed needs a token to separate documents, and this tokenizer has neither BOS nor "
-                "EOS; leave it out"
+                "--packed needs a token to separate documents, and this tokenizer has neither BOS nor EOS; leave it out"
             )
 
     def pop_left_out(self) -> Counter[str]:

@@ -402,8 +402,7 @@ def check_memory(source: ModelSource, device: torch.device) -> None:
     needed = numbers * getattr(torch, source.dtype_on(device)).itemsize
     if needed > (free := free_memory(device)):
         raise MachineError(
-            f"{source.name} does not fit into memory: its weights take {size_words(needed)}, "
-            f"{size_words(free)} are free"
+            f"{source.name} does not fit into memory: weights take {size_words(needed)}, {size_words(free)} are free"
         )
 
 

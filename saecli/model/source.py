@@ -138,8 +138,7 @@ class ModelSource:
     def check_context(self, context: int) -> None:
         if self.positions is not None and context > self.positions:
             raise ConfigError(
-                f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
-                f"{context:,}; lower it"
+                f"{self.name} takes windows of at most {self.positions:,} tokens, got --context {context:,}; lower it"
             )
 
     def identity(self, dated: bool = False) -> dict[str, Any]:
@@ -223,8 +222,7 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
         raise explained(ModelName(name, revision).spec, error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
         raise ModelError(
-            f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "
-            f"another model"
+            f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use another model"
         )
     return config
 
@@ -400,8 +398,7 @@ def text_config(model: Any) -> Any:
     """The configuration of a model's part that reads text; ConfigError if it is none of transformers."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(
-            f"the model must be one of transformers, loaded, got {type(model).__name__}; give what "
-            "from_pretrained returns"
+            f"model must be one of transformers, loaded, got {type(model).__name__}; give what from_pretrained returns"
         )
     return model.config.get_text_config()
 

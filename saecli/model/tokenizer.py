@@ -24,8 +24,7 @@ class Affixes(NamedTuple):
         around = len(self.prefix) + len(self.suffix)
         if context <= around:
             raise ConfigError(
-                f"--context must be above {around}, the number of special tokens around a text, got "
-                f"{context}"
+                f"--context must be above {around}, the number of special tokens around a text, got {context}"
             )
         return context - around
 

@@ -41,8 +41,7 @@ class Unembedding:
         head = model.model.get_output_embeddings()
         if head is None or not hasattr(head, "weight"):
             raise ModelError(
-                f"{model.source.name}, a {type(model.model).__name__}, has no unembedding; leave --model "
-                f"out"
+                f"{model.source.name}, a {type(model.model).__name__}, has no unembedding; leave --model out"
             )
         # A head padded to a round number has more rows than its tokenizer has tokens.
         self._W_U = head.weight[: len(model.tokenizer)]

@@ -246,8 +246,7 @@ def _spliced_together(
             x = y if at.read == point else read.get(number)
             if x is None:
                 raise ConfigError(
-                    f"cannot splice {at.name}: it reads {at.read} after {at.written}, which it predicts; "
-                    "leave it out"
+                    f"cannot splice {at.name}: it reads {at.read} after {at.written}, which it predicts; leave it out"
                 )
             activations = clean.with_rows(activations, predict(number, x, y))
         for number, at in enumerate(acts):  # what the one that writes here has left

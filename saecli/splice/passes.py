@@ -112,10 +112,7 @@ class Passes:
                 self.states(token_ids, mask)
             self._one_token = recorded[count]
 
-        def swap(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-            return (states[None],)
-
-        swapped = self._head.register_forward_pre_hook(swap)
+        swapped = self._head.register_forward_pre_hook(lambda *_: (states[None],))
         with swapped, self._repeating(self._one_token):
             return self.model.forward(token_ids, mask).logits[0]
 

@@ -98,8 +98,7 @@ def check_distinct(acts: Iterable[Placement]) -> None:
     for at in acts:
         if at.written in written:
             raise ConfigError(
-                f"{written[at.written]} and {at.name} both replace {at.written}: expected one for each hook point; "
-                "leave one out"
+                f"{written[at.written]} and {at.name} both replace {at.written}: expected one SAE there; leave one out"
             )
         written[at.written] = at.name
 

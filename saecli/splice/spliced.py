@@ -68,8 +68,7 @@ class Splice:
         x = y if read == written else self._x
         if x is None:
             raise ConfigError(
-                f"cannot splice {self.at.name}: it reads {read} after {written}, which it predicts; name "
-                "another run"
+                f"cannot splice {self.at.name}: it reads {read} after {written}, which it predicts; name another run"
             )
         if self.replaced is None:
             raise ConfigError(
@@ -91,8 +90,7 @@ class Splice:
             if not isinstance(codes, Tensor) or codes.shape != z.shape:
                 got = tuple(codes.shape) if isinstance(codes, Tensor) else type(codes).__name__
                 raise ConfigError(
-                    f"the change of {self.at.name} must return codes of the shape that it is given, "
-                    f"{tuple(z.shape)}, got {got}"
+                    f"the change of {self.at.name} must return codes of the shape given, {tuple(z.shape)}, got {got}"
                 )
             codes = codes.to(z)
         if torch.is_grad_enabled():
@@ -130,11 +128,8 @@ def splices(
     for part in parts:
         modules.at(part.at.written)  # which may run the model, before hooks act in it
     if special is None:
-        special = []
-        for kind in SPECIAL_TOKENS:
-            given = getattr(config, f"{kind}_token_id", None)
-            if given is not None:
-                special += given if isinstance(given, list | tuple) else [given]
+        given = [getattr(config, f"{kind}_token_id", None) for kind in SPECIAL_TOKENS]
+        special = [token for ids in given if ids is not None for token in np.atleast_1d(ids)]
     special_ids = torch.tensor(special, dtype=torch.int64, device="cpu")
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,8 +246,7 @@ def spliced(
     changes = dict(change or {})
     if unknown := changes.keys() - keyed.keys():
         raise ConfigError(
-            f"change names {', '.join(map(repr, unknown))}: expected keys of the SAEs, "
-            f"{', '.join(map(repr, keyed))}"
+            f"change names {', '.join(map(repr, unknown))}: expected keys of the SAEs, {', '.join(map(repr, keyed))}"
         )
     if unfit := [each for each in changes.values() if not callable(each)]:
         raise ConfigError(f"change must be a function of codes, got {unfit[0]!r}; give one")
