@@ -23,6 +23,7 @@ from homes import (
     with_origin,
 )
 from published import PLACES, ROWS, WIDE_ROWS, D, E, F, K, Published
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import saecli
@@ -188,6 +189,13 @@ def test_an_sae_comes_back_from_a_format_or_is_refused(
         assert saved.sae.activation == sae.activation
         for key, tensor in sae.tensors().items():
             assert torch.equal(saved.sae.tensors()[key], tensor)
+
+
+def test_a_native_file_has_no_layer_outside_of_blocks(tmp_path: Path) -> None:
+    origin = {"model": "gpt2", "site": "transformer.wte:out"}
+    save(with_origin(made("relu"), origin), "native", tmp_path)
+    with safe_open(tmp_path / "sae.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["saecli"])["origin"] == origin
 
 
 def test_a_transcoder_stays_one_without_hook_points(tmp_path: Path) -> None:

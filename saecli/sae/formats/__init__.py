@@ -57,10 +57,11 @@ class Header:
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
+    origin = saved.origin.to_json()
     header = {
         "format_version": NATIVE_VERSION,
         "activation": activation_to_json(saved.sae.activation),
-        "origin": saved.origin.to_json(),
+        "origin": {name: entry for name, entry in origin.items() if entry is not None},
         "prefixes": saved.sae.prefixes,
         "widths": saved.sae.widths,
         "transcodes": saved.is_transcoder,
