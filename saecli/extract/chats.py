@@ -23,6 +23,8 @@ NUMBERS = {role: number for number, role in enumerate(ROLES)} | {
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 # For templates that name today's, as Llama's do: rows must not depend on the day.
 DATE = "26 Jul 2024"
+# With jinja's own; tokenizers written in Python need not have each method.
+REFUSALS = (ImportError, LookupError, TypeError, ValueError, NotImplementedError)
 OTHER = "\ue000"  # a content unlike any other
 REPEATED = "begins with BOS, or what stands for it, as every window does anyway; it is there once"
 
@@ -57,14 +59,7 @@ class Chats:
             return self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, date_string=DATE, **options
             )
-        except (
-            TemplateError,
-            ImportError,
-            LookupError,
-            TypeError,
-            ValueError,
-            NotImplementedError,  # of tokenizers written in Python, which need not have each method
-        ) as error:
+        except (TemplateError, *REFUSALS) as error:
             raise ModelError(
                 f"{where} does not fit the chat template: {one_line(error)}; correct it, or, to store it, name "
                 "another template with --chat-template"
