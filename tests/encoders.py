@@ -5,18 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from homes import activation_of
 from hypothesis import strategies as st
 
-from saecli.sae.activations import (
-    AbsTopK,
-    Activation,
-    BatchTopK,
-    JumpRelu,
-    Relu,
-    ReluTopK,
-    Thresholded,
-    TopK,
-)
+from saecli.sae.activations import AbsTopK, Activation, ReluTopK, Thresholded
 from saecli.sae.dictionary import SAE
 
 KINDS = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk", "abs-topk")
@@ -57,14 +49,7 @@ def cases(
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     D, F = draw(st.integers(1, 6)), draw(st.integers(1, largest_d_sae))
     W, b = encoder(rng, D, F, draw(st.sampled_from(shapes)))
-    activation = {
-        "relu": Relu(),
-        "jumprelu": JumpRelu(),
-        "topk": TopK(draw(st.integers(1, F))),
-        "relu-topk": ReluTopK(draw(st.integers(1, F))),
-        "batchtopk": BatchTopK(1),
-        "abs-topk": AbsTopK(draw(st.integers(1, F))),
-    }[draw(st.sampled_from(kinds))]
+    activation = activation_of(draw(st.sampled_from(kinds)), draw(st.integers(1, F)))
     return Case(sae_of(W, b, activation, rng), torch.from_numpy(rng.normal(size=(8, D))))
 
 

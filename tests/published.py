@@ -105,6 +105,12 @@ def weights(width: int = D, skip: bool = False, shift: float = 0) -> dict[str, n
     return {name: array.astype(np.float32).astype(float) for name, array in w.items()}
 
 
+def with_unit_rows(w: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    norms = np.linalg.norm(w["W_dec"], axis=1)
+    W_dec = w["W_dec"] / norms[:, None]
+    return w | {"W_dec": W_dec, "W_enc": w["W_enc"] * norms, "b_enc": w["b_enc"] * norms}
+
+
 def formula(
     path: Path,
     w: dict[str, np.ndarray],
@@ -144,9 +150,7 @@ def saelens(
     document = {"architecture": architecture, **sizes, **none, "metadata": metadata} | config
     write_json(folder / "cfg.json", document)
     if config.get("rescale_acts_by_decoder_norm"):
-        norms = np.linalg.norm(w["W_dec"], axis=1)
-        w |= {"W_dec": w["W_dec"] / norms[:, None]}
-        w |= {"W_enc": w["W_enc"] * norms, "b_enc": w["b_enc"] * norms}
+        w = with_unit_rows(w)
     acts = {
         "gated": gated,
         "topk": lambda pre: relu(top_k(pre)),
@@ -179,10 +183,7 @@ def saelens_checkpoint(
     write_json(
         folder / "activation_scaler.json", {"scaling_factor": factor, "has_whitening": False}
     )
-    w = weights()
-    norms = np.linalg.norm(w["W_dec"], axis=1)
-    w |= {"W_dec": w["W_dec"] / norms[:, None], "W_enc": w["W_enc"] * norms}
-    w |= {"b_enc": w["b_enc"] * norms}
+    w = with_unit_rows(weights())
     return formula(folder, w, lambda pre: jumprelu(pre, threshold), True, factor or 1)
 
 

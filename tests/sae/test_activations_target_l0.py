@@ -31,17 +31,18 @@ def parameters() -> dict[str, Tensor]:
     }
 
 
+def leaves_of(dictionary: Dictionary) -> list[Tensor]:
+    named = dictionary.named_parameters()
+    return [leaf.requires_grad_() for name, leaf in named if name not in dictionary.estimates]
+
+
 @pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, Codes)])
 def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Codes]) -> None:
     activation = JumpRelu(target_l0=L)
     W_enc, W_dec, b_dec = normal(D, F, seed=1) / 4, normal(F, D, seed=2), normal(D, seed=3)
     b_enc = torch.full((F,), shift).double()
     sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, parameters())
-    leaves = [
-        tensor.requires_grad_()
-        for name, tensor in sae.named_parameters()
-        if name not in sae.estimates
-    ]
+    leaves = leaves_of(sae)
     x, threshold = normal(B, D, seed=4), sae.threshold
     loss = sae.loss(Batch.of(x), "target-l0", 0.7)
 
@@ -201,11 +202,7 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
     made: Callable[[SAE], Dictionary],
 ) -> None:
     dictionary = made(gated(shift))
-    leaves = [
-        tensor.requires_grad_()
-        for name, tensor in dictionary.named_parameters()
-        if name not in dictionary.estimates
-    ]
+    leaves = leaves_of(dictionary)
     x = normal(B, D, seed=4)
     loss = dictionary.loss(Batch.of(x), sparsity, WEIGHT)
 

@@ -95,21 +95,18 @@ def test_gram_matrices_are_added_to_the_lower_triangle(
 
 def test_gram_products_are_added_in_the_precision_of_the_sum(form: Callable) -> None:
     dense = matrix(0.05).float()
-    codes, gram = form(dense), torch.full((F, F), 1e9, dtype=torch.float64)
-    codes.add_gram(gram)
-    torch.testing.assert_close(
-        (gram - 1e9).tril(), (dense.T @ dense).double().tril(), rtol=1e-5, atol=1e-5
-    )
+    gram, expected = torch.full((F, F), 1e9, dtype=torch.float64), (dense.T @ dense).double()
+    form(dense).add_gram(gram)
+    torch.testing.assert_close((gram - 1e9).tril(), expected.tril(), rtol=1e-5, atol=1e-5)
 
 
 def test_joined_codes_are_those_of_all_rows() -> None:
     dense = matrix(0.05)
     parts = [entries_of(part) for part in dense.split([1, 12, 17])]
     assert torch.equal(joined(parts).dense(), dense)
-    nothing = entries_of(torch.zeros(4, F).double(), zeros=0)
-    assert torch.equal(
-        joined([nothing, *parts]).dense(), torch.cat([torch.zeros(4, F).double(), dense])
-    )
+    zeros = torch.zeros(4, F).double()
+    nothing = entries_of(zeros, zeros=0)
+    assert torch.equal(joined([nothing, *parts]).dense(), torch.cat([zeros, dense]))
 
 
 def test_non_zeros_are_searched_for_where_they_are_few() -> None:

@@ -24,12 +24,7 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, Format, SavedSAE, save, save_all
 
 pytestmark = pytest.mark.slow
-LIBRARIES = {  # which library reads a format
-    "saelens": "saelens",
-    "sparsify": "sparsify",
-    "dictionary-learning": "dictionary-learning",
-    "circuit-tracer": "circuit-tracer",
-}
+LIBRARIES = ("saelens", "sparsify", "dictionary-learning", "circuit-tracer")  # and their formats
 D, E, F, K = 24, 17, 60, 6
 ORIGIN = {"model": "gpt2", "layer": 8, "site": "resid_post", "context": 128, "prepend_bos": True}
 MLP = homes.MLP | {"layer": 0, "target_layer": 0}
@@ -72,7 +67,7 @@ def transcoders(form: Format) -> dict[str, SAE]:
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exchange:
-    python = python_with(LIBRARIES[request.param])
+    python = python_with(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "theirs").mkdir()
     rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2))
