@@ -56,14 +56,13 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
 
 
 def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
-    """An SAE, on its own device, a file's on the CPU, and where it comes from; row-major, so that an SAE in memory and
-    its file give the same bits."""
+    """An SAE, on its own device or the CPU, and where it comes from; row-major, from memory too, for the same bits."""
     return read_sae(home, sae, listener, fold_in)
 
 
 def fold_in(saved: SavedSAE, model: str | None = None) -> SavedSAE:
-    """The SAE on the rows of a site, where its hook point is one in some models only, or its known model, by default
-    `model`, was processed."""
+    """The SAE on a site's rows, where its hook point is one in some models only, or its model, by default `model`, was
+    processed."""
     model = saved.origin.model or model
     folder = _folder(model)
     family = _family(model, folder)
@@ -82,7 +81,6 @@ def _at_sites(saved: SavedSAE, family: Family) -> SavedSAE:
 
 
 def _folded(saved: SavedSAE, family: Family, folder: Path, model: str) -> SavedSAE:
-    """Norms and value biases in a folder folded in."""
     origin, sae = saved.origin, saved.sae
     points = [origin.read[0], origin.written or HookPoint()]
     widths = sae.d_in, sae.d_out
@@ -118,7 +116,6 @@ def _folded(saved: SavedSAE, family: Family, folder: Path, model: str) -> SavedS
 
 
 def _through(sae: SAE, affines: Sequence[Affine | None]) -> SAE:
-    """The SAE on rows and targets under the affine maps."""
     mean = torch.zeros(sae.d_in + sae.d_out, dtype=torch.float64)
     scale = torch.ones_like(mean)
     for affine, part in zip(affines, (slice(sae.d_in), slice(sae.d_in, None)), strict=True):
@@ -129,7 +126,7 @@ def _through(sae: SAE, affines: Sequence[Affine | None]) -> SAE:
 
 
 def _centred(saved: SavedSAE, family: Family | None) -> SavedSAE:
-    """The SAE with the same codes on rows that are not centred, if it was trained on centred ones."""
+    """The same codes of rows that are not centred, if it was trained on centred ones."""
     sae, remarks, origin = saved.sae, saved.remarks, saved.origin
     read = origin.read[0].site
     sites = {read, origin.written.site if origin.written else read}
@@ -181,7 +178,6 @@ def why_not_folded(origin: Origin, rows: Origin) -> str | None:
 
 
 def _folder(model: str | None) -> Path | None:
-    """A model's folder on this machine."""
     if model is None:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -212,7 +208,7 @@ def _family(model: str | None, folder: Path | None) -> Family | None:
 
 
 def _norm(point: HookPoint, width: int, family: Family, folder: Path) -> Affine | None:
-    """The norm before the MLP, if the hook point is before its weight, and the weight is there, fits and has no 0."""
+    """The norm before the MLP, if the hook point is before its weight, which must be there, fit and have no 0."""
     if point.site != NORMALIZED:
         return None
     parts = _weights(folder, rf"{point.layer}\.{family.norm}")
@@ -232,7 +228,7 @@ def _value_biases(point: HookPoint, width: int, folder: Path) -> Affine | None:
 
 
 def _weights(folder: Path, module: str) -> dict[str, Tensor]:
-    """Weight and bias of a module, by a pattern after `layers.`, in safetensors files."""
+    """Weight and bias of a module, by a pattern after `layers.`."""
     wanted = re.compile(rf"(?:.+\.)?(?:layers|h)\.{module}\.(weight|bias)")
     parts = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -190,7 +190,7 @@ class SparseCodes(Codes):
         return self._by_block(ends).transposed_times(right.flatten(0, 1))
 
     def _by_block(self, ends: Prefixes) -> "SparseCodes":
-        """A row for each row and block of latents, (B L, F)."""
+        """With a row for each row and block of latents, (B L, F)."""
         blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
         rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
         offsets = offsets_of(rows, len(self.offsets) * len(ends))
@@ -226,7 +226,6 @@ class SparseCodes(Codes):
 
     @property
     def _sizes(self) -> Tensor:
-        """Entries per row, (B,)."""
         return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
 
     @cached_property
@@ -236,7 +235,7 @@ class SparseCodes(Codes):
         return SparseCodes(self.values[order], offsets, self.rows[order], len(self.offsets))
 
     def add_gram(self, gram: Tensor) -> None:
-        """By pairs of entries if few, at 25 ns per pair on a CPU; the host waits for a GPU unless `each` is known."""
+        """By pairs of entries if few, 25 ns each on a CPU; the host waits for a GPU unless `each` is known."""
         each = self.each
         sizes = self._sizes.cpu() if each is None else torch.full((len(self.offsets),), each)
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():

@@ -69,9 +69,9 @@ class Address:
 
 
 def fetch(address: Address, listener: Listener) -> tuple[str, Path]:
-    """Fetch an SAE's new files, or without a network take it from the cache: its own address, and its folder or file.
+    """Fetch an SAE, or without a network take it from the cache; returns its own address, and its folder or file.
 
-    The address is a folder that holds an SAE, or has exactly one such folder below it; or one of several layers' files.
+    The address is a folder that holds an SAE or has one such folder below it, or a layer's file.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -101,7 +101,7 @@ def fetch(address: Address, listener: Listener) -> tuple[str, Path]:
 
 
 def _cached(address: Address) -> Path | None:
-    """The cached snapshot of a repository, if any, without asking the hub."""
+    """The repository's cached snapshot, if any."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -115,7 +115,6 @@ def _cached(address: Address) -> Path | None:
 def _choose(
     address: Address, names: Sequence[str], listener: Listener
 ) -> tuple[Address, list[str]]:
-    """The SAE's own address and its files, among a repository's."""
     wanted = PurePosixPath(address.folder)
     folder = wanted.parent if address.folder in names else wanted
     paths = [path for path in map(PurePosixPath, names) if path.is_relative_to(folder)]

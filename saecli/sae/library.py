@@ -83,7 +83,7 @@ def save_sae(
 
     Args:
         format: native, saelens, sparsify, dictionary-learning or circuit-tracer.
-        store: the training store of an SAE that does not name its own, recorded with model, layer and site.
+        store: the training store, recorded with model, layer and site.
     """
     if format not in WRITABLE:
         raise unknown_choice("format", format, WRITABLE)
@@ -103,7 +103,7 @@ def _in_memory(sae: SAE) -> SavedSAE:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """All options of the run in a folder, by name, and its stores."""
+    """Options of the run in a folder, by name, and its stores."""
     document = read_run(folder / RUN_MARKER).settings
     solver, activation = dict(document["solver"]), dict(document["activation"])
     named = {name: document[name] for name in ("data", "beside", "target") if name in document}
@@ -261,7 +261,7 @@ def registry_hint(text: str) -> str:
 
 
 def _release(name: str) -> dict[str, Any]:
-    """A release in the registry, else empty; found in the text: parsing it all, or importing SAELens, takes seconds."""
+    """A release, else empty; found in the text: parsing all of it, or importing SAELens, takes seconds."""
     spec = find_spec("sae_lens")
     if spec is None or spec.origin is None or not re.fullmatch(NAME, name):
         return {}

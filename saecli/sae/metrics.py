@@ -65,7 +65,7 @@ class _Variance:
 
 
 class Reconstruction:
-    """Errors of predictions `x_hat` of rows `x`, a transcoder's targets, through codes `z`.
+    """Errors of predictions `x_hat` of rows or targets `x` through codes `z`.
 
     fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
     """

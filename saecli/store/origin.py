@@ -54,7 +54,7 @@ class HookPoint(NamedTuple):
 
     resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
     resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
-    resid_mid     the residual stream between them: attention is added, the MLP's norm has not acted
+    resid_mid     the residual stream after attention, before the MLP's norm
     attn_z        the input of attention's output projection: `attn.hook_z`, its heads side by side
     attn_out      attention's addition to the residual stream
     mlp_in        the MLP's input, after its norm
@@ -266,6 +266,6 @@ def without_folders(value: Any) -> Any:
 
 
 def _last_part(name: str) -> str:
-    """The last part of a path; a name on the hub, OWNER/NAME, as it is."""
+    """Of a path; OWNER/NAME on the hub as it is."""
     is_path = re.match(r"[/~.]|.*\\|.*/.*/", name, re.DOTALL)
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if is_path else name

@@ -285,7 +285,7 @@ def load(
 
 
 def _read(path: Path, weights: Path, form: Format) -> SavedSAE:
-    """The SAE, with its metric; FormatError for whatever a damaged file raises."""
+    """FormatError for whatever a damaged file raises."""
     try:
         saved = form.load(path)
         if weights.suffix == ".safetensors":
@@ -300,7 +300,6 @@ def _read(path: Path, weights: Path, form: Format) -> SavedSAE:
 
 
 def _noting_threshold(saved: SavedSAE) -> SavedSAE:
-    """With a remark on a batchtopk's threshold that training had not set."""
     if not saved.sae.activation.estimates_threshold:
         return saved
     threshold = saved.sae.activation_parameters["threshold"].item()

@@ -87,7 +87,7 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:
-    """Entries of config.yaml; FormatError for hook points that it cannot name."""
+    """config.yaml; FormatError for hook points that it cannot name."""
     origin, activation = saved.origin, saved.sae.activation
     read, written = origin.read[0], origin.written or HookPoint()
     known = {

@@ -170,7 +170,7 @@ def assemble(
 def _check_shapes(
     path: Path, tensors: Mapping[str, Tensor], activation: Activation, transcodes: bool
 ) -> tuple[int, int, int]:
-    """D, F and E; FormatError unless tensors are numbers that fit each other."""
+    """D, F and E; FormatError for tensors that do not fit."""
     W_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
     if W_enc.ndim != 2 or not W_enc.numel():
         raise FormatError(

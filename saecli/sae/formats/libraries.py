@@ -113,7 +113,7 @@ def _point(hook: Any) -> HookPoint | None:
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """An older configuration as version 6 has it, with SAELens' defaults."""
+    """As version 6 has it, with SAELens' defaults."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(
@@ -321,7 +321,6 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
 
 
 def _extra(sae: SAE, name: str) -> Tensor:
-    """One of `StateDict.extras`."""
     if name == "k":
         return torch.tensor(sae.k, dtype=torch.int)
     if name == "group_sizes":

@@ -72,7 +72,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
 
 
 def _named_by(folder: Path) -> dict[str, Any]:
-    """The configuration that names of folders on the hub imply."""
+    """The configuration that folders' names on the hub imply."""
     match = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
     if match is None:
         raise FormatError(
