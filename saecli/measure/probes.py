@@ -129,9 +129,8 @@ class LabelledSet:
     labels: NDArray[np.bool_]
 
 
-FoldScores = dict[
-    str, NDArray[np.float64]
-]  # of `PROBE_MEASURES`: on each fold, of a probe not fitted to it
+# Of `PROBE_MEASURES`, on each fold, of a probe not fitted to it.
+FoldScores = dict[str, NDArray[np.float64]]
 
 
 def _line(

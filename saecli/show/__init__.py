@@ -7,6 +7,5 @@ style.py     the common style of pictures, and saving them
 pictures.py  loss curves, firing, patterns, frontier, probes, stability, hook points
 geometry.py  pictures of cells on a plane, margins and local complexity
 drawing.py   saecli.draw: the commands' pictures as figures for a notebook
-report/      pages of latents for a browser: `__init__.py` writes them, `pages.py` fills them; assets/
-             has their scripts and style
+report/      pages of latents for a browser; assets/ has their scripts and style
 """
