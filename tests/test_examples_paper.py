@@ -49,9 +49,8 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
     assert document["command"] == f"examples/{section}/run.sh --quick"
     verdicts = {claim["statement"]: claim["verdict"] for claim in document["claims"]}
     for start in SETTLED.get(section, []):
-        assert [
-            verdict for statement, verdict in verdicts.items() if statement.startswith(start)
-        ] == ["holds"]
+        (statement,) = (statement for statement in verdicts if statement.startswith(start))
+        assert verdicts[statement] == "holds"
     if section in TABLES:
         table = json.loads((out / f"{TABLES[section]}.json").read_text())
         with (out / f"{TABLES[section]}.csv").open() as file:
@@ -173,9 +172,8 @@ def test_the_readme_counts_the_reports_verdicts():
         assert kinds == sorted(kinds, key=["holds", "holds when", "does not hold"].index)
         numbers = [kinds.count(kind) for kind in ("holds", "holds when", "does not hold")]
         counts[section.splitlines()[0]] = numbers
-    text = (
-        (EXAMPLES / "README.md").read_text().split("<!-- results -->")[1].split("<!-- end -->")[0]
-    )
+    readme = (EXAMPLES / "README.md").read_text()
+    text = readme.split("<!-- results -->")[1].split("<!-- end -->")[0]
     rows = re.findall(r"^\| \[(.*?)\].*? \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert {name: [*map(int, numbers)] for name, *numbers in rows} == counts
     assert sum(map(sum, counts.values())) > 20

@@ -11,12 +11,9 @@ import pytest
 from launching import HERE, captured
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES, BENCHMARKS, CUDA = (
-    ROOT / "examples",
-    ROOT / "tests" / "benchmarks",
-    ROOT / "tests" / "cuda",
-)
-SCRIPTS = sorted(path for folder in (EXAMPLES, BENCHMARKS, CUDA) for path in folder.rglob("*.py"))
+EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "tests" / "benchmarks"
+FOLDERS = (EXAMPLES, BENCHMARKS, ROOT / "tests" / "cuda")
+SCRIPTS = sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
 FOREIGN = ("sae_bench", "sae_lens")  # want environments of their own
 NORMALISE = EXAMPLES / "mnist" / "normalise.py"
 

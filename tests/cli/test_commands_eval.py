@@ -148,12 +148,6 @@ def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: Comman
         assert theirs[key] == pytest.approx(native[key], rel=1e-4)
 
 
-def test_an_fvu_of_rows_that_do_not_vary_is_null(sae: CommandLine):
-    make_store(sae.home, "constant", np.ones((3000, D), np.float32))
-    make_run(sae.home, "run", random_sae(), data="constant")
-    assert sae("eval", "--json").json["runs"][0]["fvu"] is None
-
-
 SPARSITY_KEYS = "run data split rows l0 l0_std density silent dense frequency dead_fraction".split()
 
 

@@ -16,13 +16,11 @@ from storing import collect
 
 import saecli
 from saecli.base.files import lock_folder
-from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
 
 
 def stored(sae: CommandLine, name: str) -> np.ndarray:
-    store = ActivationStore.open(sae.home / "activations" / name)
-    return collect(store.split("all").sequential(100))
+    return collect(saecli.open_store(name, home=sae.home).split("all").sequential(100))
 
 
 def test_import_of_the_digits(sae):

@@ -32,10 +32,8 @@ def record(folder: Path, rows: torch.Tensor) -> None:
     transcoders, config = load_transcoders_from_cache(
         folder.name, cache_dir=folder.parent, lazy_decoder=False
     )
-    assert (config["feature_input_hook"], config["feature_output_hook"]) == (
-        "mlp.hook_in",
-        "hook_mlp_out",
-    )
+    assert config["feature_input_hook"] == "mlp.hook_in"
+    assert config["feature_output_hook"] == "hook_mlp_out"
     for transcoder in transcoders:
         if config.get("activation") == "topk":
             transcoder.activation_function = TopK(config["k"])
@@ -58,15 +56,13 @@ def main() -> None:
             "jumprelu": JumpReLU(torch.rand(F) * 4, 0.1),
         }.items():
             path = folder / "theirs" / f"{name}{'-skip' if skip else ''}"
-            transcoder = SingleLayerTranscoder(
-                D, F, act, 0, skip_connection=skip, dtype=torch.float32
-            )
+            settings = {"skip_connection": skip, "dtype": torch.float32}
+            transcoder = SingleLayerTranscoder(D, F, act, 0, **settings)
             for key, parameter in transcoder.named_parameters():
                 if "threshold" not in key:
                     parameter.normal_()
-            TranscoderSet({0: transcoder}, "mlp.hook_in", "hook_mlp_out", "scan").to_safetensors(
-                str(path)
-            )
+            made = TranscoderSet({0: transcoder}, "mlp.hook_in", "hook_mlp_out", "scan")
+            made.to_safetensors(str(path))
             (path / "config.yaml").write_text(CONFIG)
             record(path, rows)
 

@@ -33,12 +33,8 @@ def record(sae: Dictionary, rows: torch.Tensor, path: Path) -> None:
     """Keeps codes and reconstructions of the rows, and the library's own measure of them."""
     codes = sae.encode(rows)
     explained = evaluate(sae, iter([rows]))["frac_variance_explained"]
-    np.savez(
-        path,
-        codes=codes.numpy(),
-        x_hat=sae.decode(codes).numpy(),
-        frac_variance_explained=explained,
-    )
+    x_hat = sae.decode(codes).numpy()
+    np.savez(path, codes=codes.numpy(), x_hat=x_hat, frac_variance_explained=explained)
 
 
 @torch.no_grad()
@@ -68,9 +64,8 @@ def main() -> None:
         path = folder / "theirs" / kind.__name__
         path.mkdir()
         torch.save(sae.state_dict(), path / "ae.pt")
-        (path / "config.json").write_text(
-            json.dumps({"trainer": {"dict_class": kind.__name__, "k": K}})
-        )
+        trainer = {"dict_class": kind.__name__, "k": K}
+        (path / "config.json").write_text(json.dumps({"trainer": trainer}))
         record(sae, rows, path.with_suffix(".npz"))
 
 

@@ -136,7 +136,3 @@ def test_a_damaged_file_gets_one_sentence(sae: CommandLine, tmp_path: Path, text
     refused = sae("extract", "--model", path, "--dataset", text)
     refused.fails(1, "cannot load the ", str(path))
     assert refused.err.count("\n") == 1
-
-
-def test_a_missing_file_is_told(sae: CommandLine, tmp_path: Path):
-    sae("extract", "--model", tmp_path / "none.gguf").fails(1, "there is no file")

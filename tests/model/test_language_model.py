@@ -75,6 +75,7 @@ def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
     ("name", "sentence"),
     [
         ("nowhere", "no network|cannot be reached"),
+        ("none.gguf", "there is no file"),
         ("./missing", "cannot load the model ./missing: .*Repo id"),
         ("google/gemma-2-2b", "accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth"),
         (".", "give the hub id, folder or GGUF file of a causal language model"),
