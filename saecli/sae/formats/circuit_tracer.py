@@ -82,8 +82,14 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> tuple[int, dict[str, A
     layer = saved.origin.read[0].layer
     assert layer is not None  # which `_config` demands
     common.write_sae(folder / f"layer_{layer}.safetensors", sae, names)
+    return layer, in_common(saved)
+
+
+def in_common(saved: SavedSAE) -> dict[str, Any]:
+    """Entries that the transcoders of a set share; `examples/cross_layer.py` demands them too."""
+    sae = saved.sae
     sizes = {"d_in": sae.d_in, "d_sae": sae.d_sae, "skip": sae.W_skip is not None}
-    return layer, config | sizes
+    return _config(saved) | sizes
 
 
 def _config(saved: SavedSAE) -> dict[str, Any]:
