@@ -41,6 +41,7 @@ DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
 TRAIN_ON = 0.25  # learning rate with --init, over sgd's of DEFAULT_STEPS from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
+EXPANSION = 4  # default number of latents per dimension
 WIDEST = 0.55  # width of smoothing if rows are few
 Normalize = Literal["auto", "model", "scale", "standardize", "none", "init"]
 Precision = Literal["float32", "bf16", "auto"]
@@ -72,7 +73,7 @@ def check_prefixes(text: str) -> str:
 class TrainingConfig(Config):
     panel: ClassVar[str] = "Training"
 
-    d_sae: Annotated[Count | None, Shown("Number of latents. Default: 4 d_in.")] = None
+    d_sae: Annotated[Count | None, Shown(f"Number of latents. Default: {EXPANSION} d_in.")] = None
     prefixes: Annotated[
         Annotated[str, Check(check_prefixes)] | None,
         Shown(
@@ -121,7 +122,7 @@ class TrainingConfig(Config):
         Shown(
             "Move each training row along differences of other rows, by this fraction "
             f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
-            " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
+            f" beyond max(d_sae, {EXPANSION} d_in) rows; 0 with --init.",
             advanced=True,
         ),
     ] = "auto"

@@ -21,6 +21,7 @@ from . import ridge
 from .moments import sampled_bytes
 from .options import (
     DEFAULT_STEPS,
+    EXPANSION,
     MOST_DEFAULT_EPOCHS,
     PENALTY_WARM_UP,
     SMALLEST,
@@ -199,7 +200,7 @@ def fill_defaults(
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
     training = replace(training, batch_size=min(training.batch_size, rows))
-    d_sae = training.d_sae or 4 * d_in
+    d_sae = training.d_sae or EXPANSION * d_in
     activation.check(d_sae)
     training = _fill_sparsity(training, activation, d_in)
     if not training.steps:
@@ -359,4 +360,4 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:
     """`WIDEST` for up to max(d_sae, 4 d_in) rows, then falling as 1 / sqrt(rows), as overfitting does."""
-    return WIDEST * min(1.0, math.sqrt(max(d_sae, 4 * d_in) / rows))
+    return WIDEST * min(1.0, math.sqrt(max(d_sae, EXPANSION * d_in) / rows))
