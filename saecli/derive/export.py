@@ -63,8 +63,8 @@ Each folder of this repository with an SAE has a card.
 
 
 def writable(saved: SavedSAE, to: str, name: str, listener: Listener) -> SavedSAE:
-    """The SAE without names that only this machine knows, folders and stores; or, with a note, its stand-in, if a
-    format has only that."""
+    """Without names that only this machine knows, folders and stores; with a note a stand-in, if a format has only
+    that."""
     saved = replace(saved, origin=saved.origin.published(), transcodes=saved.is_transcoder)
     substitute = stand_in(saved, to)
     if substitute is None:
@@ -125,7 +125,6 @@ def upload_measured(
     tokens: int | None,
     listener: Listener,
 ) -> dict[str, Any]:
-    """Measure SAEs as they are in a format, and upload them with a card."""
     saves = [writable(each.saved, to, each.subject.name, listener) for each in measured_saes]
     written = [replace(each, saved=saved) for each, saved in zip(measured_saes, saves, strict=True)]
     with TemporaryDirectory() as scratch:

@@ -36,8 +36,8 @@ def refit(
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
 
     is minimised over W_dec, b_dec and c, in the metric of the SAE's training, raw if unknown. T0 is the SAE's W_dec (on
-    the rows of its own training W_enc', or 0 for a transcoder or crosscoder), alpha the best by leave-one-out; y are
-    the rows x, or a transcoder's targets, to which its skip, `x W_skip`, is fitted too.
+    its own training rows W_enc', or 0 for a transcoder or crosscoder), alpha the best by leave-one-out; y are the rows
+    x, or a transcoder's targets, and its skip, `x W_skip`, is fitted too.
 
     Args:
         sae, target, device, home, progress: as in `evaluate`.
@@ -144,9 +144,8 @@ def push(
     home: HomeLike = None,
     progress: Progress = False,
 ) -> dict[str, Any]:
-    """Push an SAE to the Hugging Face hub, with the token of `hf auth login` or HF_TOKEN; CLI equivalent: `sae push`.
-
-    It is measured on held-out rows. Its folder gets a model card, and so does a repository that has none.
+    """Measure an SAE on held-out rows, and push it to the Hugging Face hub, with the token of `hf auth login`, or
+    HF_TOKEN; CLI equivalent: `sae push`. Its folder gets a model card, and so does a repository that has none.
 
     Args:
         sae: an SAE, or several transcoders, one for each layer, for circuit-tracer; other arguments as in `evaluate`.

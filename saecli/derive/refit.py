@@ -152,7 +152,6 @@ def run_folder(home: Home, measured: Measured, name: str | None) -> Path:
 def refit_measured(
     before: Measured, folder: Path, model: str | None, tokens: int | None, listener: Listener
 ) -> dict[str, Any]:
-    """Refit an SAE, measure both, and save a run."""
     created, began = now(), time.monotonic()
     refitted = refit_decoder(before.sae, training_rows(before), listener, is_trained_on(before))
     seconds = time.monotonic() - began
@@ -228,7 +227,6 @@ def _save(after: Measured, folder: Path, source: str, created: str, result: dict
 
 
 def training_rows(measured: Measured) -> RowSource:
-    """All of them, whatever fraction the SAE was trained on."""
     return measured.stores.split("train", seed=measured.subject.split_seed)
 
 

@@ -30,7 +30,7 @@ class Method:
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, reread: Callable[[], Iterator[Codes]]) -> System:
-        """The system to add rows to; a "dual" one is empty, to be replaced after the pass by one of all rows."""
+        """A "dual" one is empty, and replaced after the pass by one of all rows."""
         d_sae, d_out = start.shape
         if self.kind == "direct":
             return Sums(d_sae, d_out, start.device, self.prefixes)
@@ -81,7 +81,6 @@ class DecoderState:
     needless: Tensor | None = None  # 1 for the latents that are missed least, else 0, (F,)
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
-        """(F, E), given T0."""
         if direction is None:
             return self.Delta
         return torch.add(self.Delta, direction.double(), alpha=self.c)
@@ -90,8 +89,7 @@ class DecoderState:
 def optimal_decoder(
     system: System, terms: Terms, factorisation: Factorisation | None = None, needless: int = 0
 ) -> DecoderState:
-    """The decoder that minimises the package's objective; a `factorisation` has its own alpha. At most `needless`
-    latents are found.
+    """The decoder that minimises the package's objective; a `factorisation` has its own alpha.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, F^3 / 3 for needless latents.
     """
@@ -204,8 +202,8 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
     """1 for at most `most` of the varying latents, a mask (F,), that are missed least, else 0, (F,), float64.
 
-    Without latent i, the others refitted, the objective grows by its effect, `||W_i||^2 / M_ii`, here far below the
-    median. Each is found without those before, so that one of several copies stays.
+    Without latent i the optimum grows by `||W_i||^2 / M_ii`, here far below the median. Each is found without those
+    before, so that one of several copies stays.
 
     Source: Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993).
     """

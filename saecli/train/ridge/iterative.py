@@ -139,8 +139,6 @@ class StreamedCodes(BlockSums):
 
 
 class Iterative(Factorisation):
-    """Each solution is an iteration."""
-
     def __init__(self, system: StreamedCodes, ridge: Ridge, shrink: float, decay: Tensor) -> None:
         super().__init__(system, ridge, raised=False)
         self._codes, self._shrink = system, shrink

@@ -41,7 +41,7 @@ class BlockSums(System):
         self.prefixes = prefixes
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Codes, (B, F), and targets, (B, E)."""
+        """Codes, (B, F), targets, (B, E)."""
         self.count += len(y)
         self.sum_z += codes.sums()
         self.sum_y += y.sum(0)
@@ -127,7 +127,6 @@ class Sums(BlockSums):
         return self._membership * self._spread + self.count * between
 
     def _factorise(self, ridge: Ridge, shrink: float, decay: Tensor) -> "Direct":
-        """F^3 / 3 operations and 8 F^2 bytes more."""
         masks = self._masks
         updates = [(-self.rows / len(masks), mask * (self.sum_z / self.count)) for mask in masks]
         if self.prefixes:
@@ -182,7 +181,7 @@ class Direct(Factorisation):
         return Inverse(diagonal, lambda latents: root[latents] @ root[latents].T)
 
     def condition(self) -> float:
-        """From below, by power iterations on the matrix and its inverse."""
+        """From below, by power iterations."""
         R = self._R
         largest = _norm(R, lambda vector: R.mT @ (R @ vector))
         return largest * _norm(R, lambda vector: _solve(R, vector))
@@ -195,7 +194,7 @@ def _solve(R: Tensor, right: Tensor) -> Tensor:
 
 
 def cholesky(build: Callable[[float], Tensor], ridge: float) -> tuple[Tensor, float]:
-    """R, and the ridge with which the matrix is positive definite."""
+    """R, and the ridge that it took."""
     for _ in range(15):
         R = build(ridge).mT  # column-major, as LAPACK writes it
         info = torch.empty((), dtype=torch.int32, device=R.device)

@@ -26,7 +26,7 @@ PIECE = 256  # rows of a matrix at a time, where all would take as much memory a
 
 
 class SkipSums:
-    """`sum x x'` and `sum x y'`, for an affine skip from rows x, (D,), to targets y, (E,)."""
+    """`sum x x'` and `sum x y'`, for an affine skip from rows x, (D,), to y, (E,)."""
 
     def __init__(self, d_skip: int, d_out: int, device: torch.device) -> None:
         self.d_out = d_out
@@ -64,19 +64,16 @@ class Terms:
         return self.skip.d_out if self.skip else len(self.b_t)
 
     def shrink(self, rows: float) -> float:
-        """s."""
         return rows / (rows + self.beta + self.nu)
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
-        """`s y_bar + t b_t`, (E,), subtracted from targets before solving for W."""
+        """`s y_bar + t b_t`, (E,), subtracted from targets."""
         t = self.nu / (rows + self.beta + self.nu)
         return self.shrink(rows) * y_bar + t * self.b_t.double()
 
 
 @dataclass(frozen=True)
 class Ridge:
-    """What is added to A's diagonal."""
-
     alpha: float
     mu: float
 
@@ -90,8 +87,6 @@ class Ridge:
 
 
 class System(ABC):
-    """Normal equations."""
-
     prefixes: Prefixes = ()
 
     @property
@@ -110,7 +105,7 @@ class System(ABC):
 
     @property
     def u(self) -> Tensor:
-        """Mean over rows and prefixes, (F,)."""
+        """(F,)."""
         return self._membership * self._z_bar
 
     @property
