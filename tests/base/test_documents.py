@@ -38,10 +38,7 @@ from saecli.store.origin import HookPoint, ModelName, Origin
         ("Salesforce/wikitext", "Salesforce/wikitext"),
         ("stdlib-docs", "stdlib-docs"),
         ("/home/me/acme.jsonl", "acme.jsonl"),
-        (
-            "/home/me/a b.txt + Salesforce/wikitext + ~/c.txt",
-            "a b.txt + Salesforce/wikitext + c.txt",
-        ),
+        ("/home/me/a b.txt + o/wiki + ~/c.txt", "a b.txt + o/wiki + c.txt"),
         ("C:\\Users\\me\\acme.jsonl", "acme.jsonl"),
         ("../clients/acme/", "acme"),
         ("clients/acme/2026.jsonl", "2026.jsonl"),
@@ -63,11 +60,8 @@ DEEP = "[" * 100_000
 def edits(document: Any, path: tuple = ()) -> Iterator[tuple]:
     """The places of a JSON document, the whole among them, at which something else can stand."""
     yield path
-    for key, value in (
-        document.items()
-        if isinstance(document, dict)
-        else enumerate(document if isinstance(document, list) else ())
-    ):
+    entries = dict(enumerate(document)) if isinstance(document, list) else document
+    for key, value in entries.items() if isinstance(entries, dict) else ():
         yield from edits(value, (*path, key))
 
 
@@ -193,25 +187,17 @@ def test_a_run_to_resume_with_a_setting_changed_is_no_bug(sae: CommandLine, ever
     folder = unfinished_run(sae)
     path = folder / "run.json"
     document = json.loads(path.read_text())
-    whole = {
-        name: (folder / name).read_bytes() for name in ("checkpoint.safetensors", "sae.safetensors")
-    }
-    changes = [
-        (place, value)
-        for place in edits(document)
-        if place
-        for value in (None, "x", -1, [], deleted)
-    ]
+    files = [folder / name for name in ("checkpoint.safetensors", "sae.safetensors")]
+    contents = [file.read_bytes() for file in files]
+    places = [place for place in edits(document) if place]
+    changes = [(place, value) for place in places for value in (None, "x", -1, [], deleted)]
     for place, value in changes[::every]:
-        for name, content in whole.items():
-            (folder / name).write_bytes(content)
+        for file, content in zip(files, contents, strict=True):
+            file.write_bytes(content)
         path.write_text(json.dumps(edited(document, place, value)))
         done = sae("train", "--resume", "--name", "run")
-        assert done.status in (0, 1, 2) and "sae: unexpected" not in done.err, (
-            place,
-            value,
-            done.err,
-        )
+        said = f"{place}, {value}: {done.err}"
+        assert done.status in (0, 1, 2) and "sae: unexpected" not in done.err, said
 
 
 @pytest.mark.parametrize(

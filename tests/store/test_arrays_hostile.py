@@ -175,7 +175,7 @@ def both() -> dict[str, torch.Tensor]:
     return {"x": torch.from_numpy(ROWS), "y": torch.from_numpy(OTHERS)}
 
 
-WHOLE = {  # a file, and how many times it is damaged
+WHOLE = {  # a file, and how often it is damaged
     "a.npy": (npy(), 300),
     "a.npz": (archive(("x.npy", npy()), ("y.npy", npy(OTHERS)), method=zipfile.ZIP_DEFLATED), 150),
     "a.pt": (torch_file(both()), 100),

@@ -78,7 +78,7 @@ def documents(tmp_path_factory, request):
     """A store in document order, whose rows hold the number of their document; and that store's documents."""
     of_rows = np.arange(80_000) // request.param
     # Rows of 512 bytes, so that a unit has up to 128 of them.
-    rows = np.zeros((len(of_rows), 128), np.float32)
+    rows = numbered(len(of_rows), 128)
     rows[:, 0] = of_rows
     folder = tmp_path_factory.mktemp("documents") / "s"
     sizes = {"block": 8000, "shard_rows": 25_000, "chunk_rows": 256}
@@ -175,18 +175,11 @@ def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path, stream, cut
     assert not reading_threads()
 
 
-@pytest.fixture
-def few_shards():
-    """Rows, and the folders of three stores that hold them in 20 shards each."""
-    rows, sizes = numbered(100), {"shard_rows": 5, "chunk_rows": 5}
-    columns = {"document": np.arange(100) // 9}
-    with memory_folder() as folder:
-        stores = [make_store(folder / name, rows, columns=columns, **sizes) for name in "abc"]
-        yield rows, [store.path for store in stores]
-
-
-def test_many_shards_of_many_stores_are_read_with_few_files_open(few_shards):
-    rows, stores = few_shards
+def test_many_shards_of_many_stores_are_read_with_few_files_open(tmp_path):
+    rows, documents = numbered(100), np.arange(100) // 9
+    stores = [tmp_path / name for name in "abc"]
+    for path in stores:
+        make_store(path, rows, documents=documents, shard_rows=5, chunk_rows=5)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = len(os.listdir("/dev/fd")) + 12
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -231,10 +224,8 @@ def test_memory_does_not_grow_with_the_store(dtype):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    rows = np.zeros((20_000, 2), np.float32)
-    rows[:, 0] = np.arange(20_000)
+    rows, documents = numbered(20_000, 2), np.arange(20_000) // 10
     sizes = {"block": 1000, "shard_rows": 3000, "chunk_rows": 70}
-    documents = np.arange(20_000) // 10
     return make_store(tmp_path_factory.mktemp("s") / "s", rows, documents=documents, **sizes)
 
 
