@@ -382,8 +382,7 @@ def _sample(rows: np.ndarray, **columns: np.ndarray) -> ArraySource:
 def _digits() -> ArraySource:
     from sklearn.datasets import load_digits
 
-    images = load_digits().data
-    return _sample(images)
+    return _sample(load_digits().data)
 
 
 def _patches() -> ArraySource:

@@ -190,9 +190,8 @@ def load_torch(path: Path) -> Any:
         if "nested jagged" in str(error):
             raise _not_dense(path, "nested") from error
         raise FormatError(
-            f"cannot read {path}: it is damaged, or holds other Python objects than tensors, which are not "
-            "loaded as they could run code; check that the file is whole and of this format, or save the "
-            "tensors alone with `torch.save`"
+            f"cannot read {path}: it is damaged, or holds other objects than tensors, which could run code; check "
+            "that the file is whole and of this format, or save the tensors alone with `torch.save`"
         ) from error
 
 

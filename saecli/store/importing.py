@@ -273,7 +273,6 @@ def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StoreError(
-            f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-            f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, or "
-            "choose another --home"
+            f"cannot store {folder.name}: expected {size_words(needed)} of free disk for {counted(rows, 'row')}, "
+            f"got {size_words(free)}; free some, or choose another --home"
         )

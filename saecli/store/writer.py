@@ -225,9 +225,8 @@ class StoreWriter:
     def _differs(self, got: str) -> StoreError:
         assert self._resume is not None
         return StoreError(
-            f"cannot go on with {self.path}: expected {self._resume.skip} rows or more at "
-            f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and make it "
-            "again"
+            f"cannot go on with {self.path}: expected {self._resume.skip} rows or more at {self._resume.cursor}, "
+            f"got {got}; the source has changed, so remove the store and make it again"
         )
 
 
@@ -261,7 +260,9 @@ def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
     if wanted == got and same_ranks:
         return stored
     if not stored.complete and not stored.rows:  # it was stopped before it had a row
-        _remove_contents(path)
+        if (path / SHARDS).exists():
+            shutil.rmtree(path / SHARDS)
+        (path / WORLD_FILE).unlink(missing_ok=True)
         write_meta(path, meta)
         return meta
     for name in {**wanted, **got}:
@@ -274,12 +275,6 @@ def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
         f"cannot go on with {path}: expected the number of processes that began it, {stored.ranks or 1}, "
         f"got {meta.ranks or 1}; run the command with as many, or remove that store"
     )
-
-
-def _remove_contents(path: Path) -> None:
-    if (path / SHARDS).exists():
-        shutil.rmtree(path / SHARDS)
-    (path / WORLD_FILE).unlink(missing_ok=True)
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:

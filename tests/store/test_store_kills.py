@@ -137,10 +137,7 @@ def test_a_shard_that_ends_early_leaves_rows_and_batches_as_they_are(tmp_path, m
 
 def test_a_block_that_failed_part_way_is_not_kept(tmp_path, monkeypatch):
     meta = make_meta(4, columns=("document",))
-    with (
-        pytest.raises(KeyError),
-        StoreWriter.open(tmp_path / "s", meta) as writer,
-    ):
+    with pytest.raises(KeyError), StoreWriter.open(tmp_path / "s", meta) as writer:
         rows = np.ones((3, 4), np.float32)
         writer.append(RowBlock(rows, {"document": np.arange(3)}), {"row": 0})
         writer.append(RowBlock(rows), {"row": 3})
@@ -184,12 +181,8 @@ def test_a_store_that_was_stopped_without_a_row_gives_its_name_to_another(tmp_pa
         with StoreWriter.open(path, wanted) as writer:
             writer.append(RowBlock(rows), {"row": 0})
             writer.finish()
-        assert {file.name for file in path.iterdir()} == {
-            ".lock",
-            "shards",
-            "shards.jsonl",
-            "store.json",
-        }
+        names = {".lock", "shards", "shards.jsonl", "store.json"}
+        assert {file.name for file in path.iterdir()} == names
     assert stored_contents(tmp_path / "s")["meta"] == stored_contents(tmp_path / "t")["meta"]
     with pytest.raises(StoreError, match="a store named 's' already, made from something else"):
         finished_store(tmp_path / "s", "another")
