@@ -253,8 +253,7 @@ class Extraction:
         return metas
 
     def blocks(self, cursor: Cursor = START) -> Generator[Block, None, None]:
-        warned = False
-        size = self.block_tokens
+        warned, size = False, self.block_tokens
         for block in in_blocks(self.documents, self.cutter(), self.rows, cursor, size):
             if "repeated_bos" in block.before and not warned:
                 self.listener.warn(f"a text {REPEATED}")

@@ -218,7 +218,7 @@ class ExtractConfig(Config):
     def check_chat(self, text: Mixture, given: Set[str]) -> None:
         """ConfigError for options of chats, if a text is none."""
         texts = [source.dataset for source in text.sources if not source.chat]
-        idle = set() if text.chat else {"chat_template", "control_tokens"}
+        idle = set() if text.chat else {*CHAT}
         if self.positions == "assistant" and texts:
             idle.add("positions")
         refused = sorted(given & idle)

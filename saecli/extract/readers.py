@@ -306,13 +306,8 @@ class HubDataset:
     revision: str | None
 
     def identity(self, column: str) -> dict[str, Any]:
-        return {
-            "dataset": self.dataset,
-            "config": self.config,
-            "split": self.split,
-            "dataset_revision": self.revision,
-            "column": column,
-        }
+        part = {"config": self.config, "split": self.split, "dataset_revision": self.revision}
+        return {"dataset": self.dataset, **part, "column": column}
 
     def commit(self) -> str | None:
         """The hub's, or without a network that in the client's cache."""
@@ -320,11 +315,9 @@ class HubDataset:
         from huggingface_hub.errors import RevisionResolutionError
 
         try:
+            offline = why_unreachable() is not None
             commit = HfApi().resolve_revision(
-                self.dataset,
-                repo_type="dataset",
-                revision=self.revision,
-                local_files_only=why_unreachable() is not None,
+                self.dataset, repo_type="dataset", revision=self.revision, local_files_only=offline
             )
             return commit.resolved
         except RevisionResolutionError:

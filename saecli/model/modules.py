@@ -6,7 +6,7 @@ Shapes: B windows, T tokens, D = d_in.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from os.path import commonpath
@@ -102,8 +102,18 @@ class Modules:
         stream = self.streams[layer]
         if site == "resid_mid":
             return stream.middle
-        added = stream.added if site in ("attn_out", "mlp_out") else None
-        return _part_at(self.blocks[layer], site, added)
+        modules = dict(self.blocks[layer].named_modules())
+        if ":" in site:
+            part, _, side = site.partition(":")
+            return (part, side) if part in modules else None
+        if site in PAIRS and modules.keys() >= PAIRS[site]:
+            return None
+        side, parts = PARTS[site]
+        if site == "attn_out" and modules.keys() & WITH_NORM_AFTER_ATTENTION:
+            parts = [AFTER_ATTENTION]
+        among = stream.added if site in ("attn_out", "mlp_out") else None
+        known = (part for part in parts if modules.get(part) is not None)
+        return next(((part, side) for part in known if among is None or part in among), None)
 
     def never_ran(self, point: HookPoint) -> ModelError:
         return ModelError(
@@ -220,20 +230,6 @@ def blocks_of(model: Any, layers: int, name: str) -> str:
             f"layers in its configuration"
         )
     return max(folders, key=lambda path: len(commonpath([home.replace(".", "/"), folders[path]])))
-
-
-def _part_at(block: nn.Module, site: str, among: Collection[str] | None) -> tuple[str, str] | None:
-    modules = dict(block.named_modules())
-    if ":" in site:
-        part, _, side = site.partition(":")
-        return (part, side) if part in modules else None
-    if site in PAIRS and modules.keys() >= PAIRS[site]:
-        return None
-    side, parts = PARTS[site]
-    if site == "attn_out" and modules.keys() & WITH_NORM_AFTER_ATTENTION:
-        parts = [AFTER_ATTENTION]
-    known = (part for part in parts if modules.get(part) is not None)
-    return next(((part, side) for part in known if among is None or part in among), None)
 
 
 def is_of_tokens(tensor: Tensor, windows: Sequence[int]) -> bool:

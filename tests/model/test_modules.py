@@ -1,6 +1,5 @@
 """Modules by name as hook points, from stores to effects in the model, against own hooks on transformers' models."""
 
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.store.schema import StoreMeta
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 TEXT = "\n\n".join("abcdefghijklmnop"[n % 9 :] for n in range(200))
@@ -255,9 +253,3 @@ def test_a_loaded_model_is_read_at_its_modules(tmp_path: Path, text: Path):
         assert ours.meta.source["module"] == theirs.meta.source["module"]
         rows = [next(store.split("all").sequential(100)) for store in (ours, theirs)]
         np.testing.assert_array_equal(*rows)
-
-
-def test_a_store_begun_before_modules_were_recorded_is_resumed():
-    meta = StoreMeta({"layer": 1, "site": "mlp_in"}, "hash", "float32", 4, 8)
-    now = json.loads(json.dumps(meta.source)) | {"module": "model.layers.1.mlp:in"}
-    assert StoreMeta(now, "hash", "float32", 4, 8).request() == meta.request()
