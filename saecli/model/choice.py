@@ -36,12 +36,14 @@ def model_given(model: Any, tokenizer: Any) -> Any:
 
 
 def source_of(model: "str | ModelSource", recorded: Iterable[str | None]) -> "ModelSource":
-    """A model from `model_given`, at its recorded revision."""
+    """A model from `model_given`, at the revision of the only recorded spec of it."""
     from .source import find_model
 
     if not isinstance(model, str):
         return model
-    return find_model(model, recorded_revision(model, recorded))
+    specs = {spec for spec in recorded if spec is not None and spec.startswith(f"{model}@")}
+    revision = specs.pop().removeprefix(f"{model}@") if len(specs) == 1 else None
+    return find_model(model, revision)
 
 
 def at_commit(model: Any) -> Any:
@@ -67,12 +69,6 @@ def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
         return f"came from {spec}, and is run through a loaded model: its weights may have changed since"
     change = "with other weights or hooks" if recorded else "before its files changed"
     return None if known is None else f"came from {spec} {change}: what it computes may differ"
-
-
-def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
-    """The revision in the only recorded spec of a model."""
-    specs = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}
-    return specs.pop().removeprefix(f"{name}@") if len(specs) == 1 else None
 
 
 def check_rows(rows: Rows, source: "ModelSource") -> None:

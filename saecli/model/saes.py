@@ -100,12 +100,8 @@ def _folded(saved: SavedSAE, family: Family, folder: Path, model: str) -> SavedS
                 f"reads rows {lacking} ({point.site}); what {model} has is folded in here, so that it reads "
                 f"{site}"
             )
-    read, written = points
-    origin = replace(
-        origin,
-        read=(read, *origin.read[1:]),
-        written=None if origin.written is None else written,
-    )
+    written = origin.written and points[1]
+    origin = replace(origin, read=(points[0], *origin.read[1:]), written=written)
     return replace(
         saved,
         sae=_through(sae, affines if saved.is_transcoder else affines[:1] * 2),

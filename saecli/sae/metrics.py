@@ -188,8 +188,8 @@ def reconstructions(
     measures = []
     for sae in saes:
         scale = sae.normalisation.target_scale
-        measure = Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive, scale.device, scale)
-        measures.append(measure)
+        sizes = sae.d_out, sae.d_sae, sae.prefixes
+        measures.append(Reconstruction(*sizes, massive, scale.device, scale))
     for batch in batches:
         for sae, measure in zip(saes, measures, strict=True):
             rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)

@@ -208,20 +208,18 @@ def load_sparsify(folder: Path) -> SavedSAE:
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
     """For sparsify's `SparseCoder.load_from_disk`."""
     sae = saved.sae
-    write_json(
-        folder / SPARSIFY_CONFIG,
-        {
-            "activation": "topk",
-            "expansion_factor": max(1, sae.d_sae // sae.d_in),
-            "normalize_decoder": False,
-            "num_latents": sae.d_sae,
-            "k": sae.k or sae.d_sae,
-            "multi_topk": False,
-            "skip_connection": sae.W_skip is not None,
-            "transcode": saved.is_transcoder,
-            "d_in": sae.d_in,
-        },
-    )
+    config = {
+        "activation": "topk",
+        "expansion_factor": max(1, sae.d_sae // sae.d_in),
+        "normalize_decoder": False,
+        "num_latents": sae.d_sae,
+        "k": sae.k or sae.d_sae,
+        "multi_topk": False,
+        "skip_connection": sae.W_skip is not None,
+        "transcode": saved.is_transcoder,
+        "d_in": sae.d_in,
+    }
+    write_json(folder / SPARSIFY_CONFIG, config)
     names = SPARSIFY_NAMES | common.SKIP
     common.write_sae(folder / SPARSIFY_WEIGHTS, sae, names, subtracts=not saved.is_transcoder)
 
