@@ -1,5 +1,6 @@
 """SAEs in other libraries' formats, and on the Hugging Face hub with a model card of their measures."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,8 +112,7 @@ def write_export(
                 listener.warn(f"{subject.name} {note}")
 
     formats.save_all(written(), to, out)
-    files = sorted(path.name for path in out.iterdir())
-    document = {"format": to, "path": str(out), "files": files}
+    document = {"format": to, "path": str(out), "files": sorted(os.listdir(out))}
     return document | (entries[0] if len(entries) == 1 else {"runs": entries})
 
 
@@ -130,7 +130,7 @@ def upload_measured(
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, address.folder)
         formats.save_all(saves, to, folder)
-        files = sorted(path.name for path in folder.iterdir())
+        files = sorted(os.listdir(folder))
         measures = evaluate_all(written, model, tokens, listener)
         card = _card(address, to, measured_saes, saves, measures)
         card.save(folder / "README.md")
@@ -204,12 +204,9 @@ def _card(
         datasets=[source["dataset"]] if "dataset_revision" in source else None,
         tags=["sparse-autoencoder", "mechanistic-interpretability", "saecli"],
     )
-    figures = [
-        _figures(one, each, of_one)
-        for one, each, of_one in zip(saves, measured_saes, measures, strict=True)
-    ]
+    figures = [*map(_figures, saves, measured_saes, measures)]
     of_set = len(figures) > 1
-    rows = [[*own.values()] for own in figures]
+    rows = [[*row.values()] for row in figures]
     lines = [[*figures[0]], ["---"] * len(figures[0]), *rows]
     at = f"{address}/layer_0.safetensors" if of_set else str(address)
     text = CARD.format(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -136,12 +137,10 @@ def test_command_saves_a_run_and_prints_what_eval_measures(sae: CommandLine, tmp
     rows = make_store(sae.home, "rows", some_rows())
     old = random_sae(TopK(k=4))
     make_run(sae.home, "run", old)
-    done = sae("refit", "run", "--json")
-    document = done.json
+    document = sae("refit", "run", "--json").json
     names = [document[name] for name in ("run", "source", "data", "act")]
     assert names == ["refit-run", "run", "rows", "topk"]
-    files = {path.name for path in Path(document["path"]).iterdir()}
-    assert files == {"run.json", "sae.safetensors"}
+    assert {*os.listdir(document["path"])} == {"run.json", "sae.safetensors"}
     runs = sae("eval", "run", "refit-run", "--json").json["runs"]
     for run, refitted in zip(runs, (document["before"], document["after"]), strict=True):
         assert list(run) == list(refitted)

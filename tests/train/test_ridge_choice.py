@@ -19,7 +19,14 @@ from ridge_problems import (
 from sklearn.datasets import load_digits
 
 from saecli.base.errors import TrainingError
-from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, optimal_decoder
+from saecli.train.ridge import (
+    TOLERANCE,
+    HeldRows,
+    StreamedCodes,
+    choose_alpha,
+    iterative,
+    optimal_decoder,
+)
 from saecli.train.ridge.alpha import LEAST, MOST, sample_rows
 from saecli.train.ridge.sums import Direct
 from saecli.train.ridge.system import PROBES, Ridge
@@ -182,16 +189,8 @@ def test_a_start_near_the_solution_saves_iterations(monkeypatch):
     z, y, _, W_t, b_t = problem(2000, 160, 7, spread=0.3)
     z = z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(1)) < 0.1)
     terms = terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t)
-    taken, original = [], iterative.conjugate_gradient
-
-    def counted(times, *arguments):
-        def noted(V):
-            taken.append(1)
-            return times(V)
-
-        return original(noted, *arguments)
-
-    monkeypatch.setattr(iterative, "conjugate_gradient", counted)
+    taken, times = [], StreamedCodes.times
+    monkeypatch.setattr(StreamedCodes, "times", lambda *given: taken.append(1) or times(*given))
     far = solved(system_of("streamed", z, y, block=64), terms)
     cold = sum(taken)
     solved(system_of("streamed", z, y, block=64, start=far.W), replace(terms, alpha=1.1))
