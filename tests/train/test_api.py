@@ -86,13 +86,12 @@ def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(
     fitted = saecli.fit(store, **QUICK, **options)
     assert tuple(capsys.readouterr()) == ("", "")
     assert set(sae.home.rglob("*")) == before
-    words = [
-        word
-        for name, value in {**QUICK, **options}.items()
-        if value is not False
-        for word in [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    ]
-    words += [f"--no-{name}" for name, value in options.items() if value is False]
+    words = ["--d-sae", "24", "--epochs", "2", "--batch-size", "64"]
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
     assert sae("train", "--name", "run", *words).status == 0
     assert same(fitted, saecli.load_sae("run", home=sae.home))
 
@@ -149,10 +148,8 @@ def test_batches_in_memory_hold_every_row_once_shuffled_by_epoch():
 
 def test_progress_is_shown_on_demand(capsys):
     saecli.fit(some_rows(300), **QUICK, act="topk", k=8, progress=True)
-    assert tuple(capsys.readouterr()) == (
-        "",
-        "--k 8 is not below d_in, 8, so codes are not sparse; lower --k\n",
-    )
+    said = "--k 8 is not below d_in, 8, so codes are not sparse; lower --k\n"
+    assert tuple(capsys.readouterr()) == ("", said)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,7 @@ def begin_with(sae: CommandLine, old: SAE, rows: np.ndarray | None = None) -> No
 
 
 def train_on(sae: CommandLine, *words: str, init: str = "old") -> dict:
-    done = sae("train", "--init", init, *words, "--json")
-    return done.json
+    return sae("train", "--init", init, *words, "--json").json
 
 
 @pytest.mark.slow
@@ -126,10 +126,8 @@ def test_a_start_has_the_target_l0_that_is_asked_for(act: Activation, lr: float)
     assert (old.encode(x) != 0).sum(1).float().mean() > 6
     options = {"init": old, "solver": "sgd", "lr": lr, "lr_warm_up": 0.0, "epochs": 2}
     given = {"act": act.name, "sparsity": "target-l0", "target_l0": 2.0}
-    if lr > 1:
-        with pytest.warns(UserWarning, match="weights are kept as they were"):
-            found = saecli.fit(rows, **options, **given)
-    else:
+    warned = pytest.warns(UserWarning, match="weights are kept as they were")
+    with warned if lr > 1 else nullcontext():
         found = saecli.fit(rows, **options, **given)
     assert (found.encode(x) != 0).sum(1).float().mean().item() == pytest.approx(2, rel=0.02)
 

@@ -26,9 +26,7 @@ from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
 from saecli.train.descent import Adam
-from saecli.train.fit import planned
 from saecli.train.solver import Solver
-from saecli.train.training import Record, start_training
 
 simulated_gpu.register()
 GPU = simulated_gpu.NAME
@@ -146,12 +144,14 @@ def test_pages_are_those_of_the_cpu(
 ):
     # By itself a device takes the checkpoint's bfloat16, and the CPU float32.
     monkeypatch.setattr(ModelSource, "dtype_on", lambda *_: "float32")
-    pages = []
-    for device in ("cpu", GPU):
+
+    def pages_of(device: str) -> dict[str, str]:
         saecli.report(run, tmp_path / device, stores[0], model=model, device=device)
         files = sorted((tmp_path / device).rglob("*.*"))
-        pages.append({path.name: path.read_text(encoding="utf-8") for path in files})
-    assert pages[0] == pages[1] and len(pages[0]) >= 5
+        return {path.name: path.read_text(encoding="utf-8") for path in files}
+
+    ours, theirs = on_both(pages_of)
+    assert ours == theirs and len(ours) >= 5
 
 
 @pytest.mark.slow
@@ -217,12 +217,9 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str):
     rows = make_store(tmp_path / "store", np.concatenate([ROWS, ROWS[::-1]]), dtype).split("train")
-    options, saes = {"d_sae": 16, "epochs": 2, "batch_size": 100}, []
-    for device in ("cpu", GPU):
-        plan = planned(rows, "pam-sgd", "relu", options | {"device": device})
-        training = start_training(plan, Record())
-        saes.append(training.train())
-    assert same(saes[0], saes[1].copy_to("cpu"))
+    options = {"d_sae": 16, "epochs": 2, "batch_size": 100}
+    ours, theirs = on_both(lambda device: trained(device, "pam-sgd", "relu", options, rows=rows)[0])
+    assert same(ours, theirs.copy_to("cpu"))
 
 
 CASES = {(solver, act): True for solver in range(len(SOLVERS)) for act in range(len(ACTS))}

@@ -68,9 +68,8 @@ def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: Comman
     done = sae(words, "--smoothing", "0", "--normalize", "standardize", "--json")
     assert "rows: 1 of 300 rows have over 10 times the median norm" in done.err
     (warning,) = done.json["warnings"]
-    assert re.match(
-        "held-out FVU .* is far above .*, after 125 epochs; .* use fewer --epochs or", warning
-    )
+    said = "held-out FVU .* is far above .*, after 125 epochs; .* use fewer --epochs or"
+    assert re.match(said, warning)
     once = sae(words.replace("250", "2"), "--lr", "0.1", "--normalize", "standardize", "--json")
     assert not re.search("by heart|--epochs", once.err)
 
@@ -160,9 +159,8 @@ def test_the_order_of_the_rows_has_a_seed_of_its_own(sae: CommandLine):
     losses = []
     for name in ("0", "1"):
         sae(words, "--shuffle-seed", name, "--name", name).succeeds()
-        losses += [
-            line["loss"] for line in read_metrics(sae.home / "runs" / name) if "loss" in line
-        ]
+        lines = read_metrics(sae.home / "runs" / name)
+        losses += [line["loss"] for line in lines if "loss" in line]
     assert_same_weights(sae.home, "0", "1", atol=1e-6)
     assert len(losses) == len({*losses}) == 2
 
@@ -262,9 +260,8 @@ def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, m
         return None if name == "wandb" else find(name, *more)
 
     monkeypatch.setattr("importlib.util.find_spec", find_others)
-    sae("train", "--log-to", "wandb", *TRACKED).fails(
-        2, "install it with `pip install 'saecli[wandb]'`"
-    )
+    done = sae("train", "--log-to", "wandb", *TRACKED)
+    done.fails(2, "install it with `pip install 'saecli[wandb]'`")
     assert not list((sae.home / "runs").iterdir())
 
 
