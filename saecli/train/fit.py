@@ -31,10 +31,10 @@ RowsOf = Callable[[TrainingConfig, Activation], SplitRows]
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
-    """Open an activation store, by its name in the home or its folder; None for the newest.
+    """Open an activation store, by its name in the home ($SAE_HOME, else ./sae-data) or its folder; None: the newest.
 
     `store.split("train" | "test" | "all")` chooses rows; their `batches(B, seed=, epoch=)` and `sequential(B)` yield
-    float32 arrays, (B, d_in). The home is $SAE_HOME, else ./sae-data.
+    float32 arrays, (B, d_in).
     """
     return find_store(Home.at(home), None if store is None else str(store))
 

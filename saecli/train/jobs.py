@@ -73,26 +73,26 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
-    """The folder of a new run, claimed until `claims` is closed; a generated name, from `stem`, is a run's own."""
-    return communicator().broadcast_object(lambda: _claim_folder(home, name, stem, claims))
+    """The folder of a new run, claimed until `claims` is closed; without a name the next free one of `stem`."""
 
+    def claim() -> Path:
+        if name is None:
+            for number in count(1):
+                folder = home.runs.path / f"{stem}-{number}"
+                with suppress(FileExistsError, RunError):
+                    claims.enter_context(claimed(folder))
+                    return folder
+        folder = home.runs.path / str(name)
+        try:
+            claims.enter_context(claimed(folder))
+        except FileExistsError:
+            raise RunError(
+                f"there is a run named {name!r} already; give another --name, or if it is not finished continue it by "
+                "--resume"
+            ) from None
+        return folder
 
-def _claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
-    if name is None:
-        for number in count(1):
-            folder = home.runs.path / f"{stem}-{number}"
-            with suppress(FileExistsError, RunError):
-                claims.enter_context(claimed(folder))
-                return folder
-    folder = home.runs.path / str(name)
-    try:
-        claims.enter_context(claimed(folder))
-    except FileExistsError:
-        raise RunError(
-            f"there is a run named {name!r} already; give another --name, or if it is not finished continue it by "
-            "--resume"
-        ) from None
-    return folder
+    return communicator().broadcast_object(claim)
 
 
 def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:

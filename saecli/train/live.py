@@ -32,17 +32,11 @@ class _ClosedError(Exception):
 
 
 class LiveRows(RowSource):
-    """Training rows as a model gives them, each once; a context manager, within which they are computed.
+    """Training rows as a model gives them, each once, within a context; `rows` is corrected once the text has ended.
 
     An error of the model or its text is raised when the next window is needed. Documents are held out, and with
     `from_sae` kept out, by the same hash as in a store. Test rows are the held-out rows of the first window, else the
-    next ones; later ones are dropped.
-
-    Args:
-        rows: the attribute is corrected once the text has ended.
-        split_seed: of the choice of held-out documents.
-        least: least rows of a window.
-        window_bytes: of a window, as stored.
+    next ones; later ones are dropped. A window has at least `least` rows.
     """
 
     name = "rows of a model"

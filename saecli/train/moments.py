@@ -78,9 +78,8 @@ class Moments:
         self._holds = isinstance(system, HeldRows)  # then all rows are collected
         W_dec = dictionary.decoder().detach()
         self._weighed = dictionary.weighed(W_dec)
-        # The penalty's weight of each decoder norm, summed over rows, (F,).
+        # Of each latent, (F,): the penalty's weights of its decoder norm, summed over rows; rows on which it fires.
         self.norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
-        # Rows on which each latent fires, (F,).
         self.firings = torch.zeros(len(W_dec), dtype=torch.int64, device=W_dec.device)
         self.skip: SkipSums | None = None
         width = dictionary.d_out

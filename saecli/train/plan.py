@@ -76,8 +76,7 @@ def split_rows(
 def split_kept_out(
     store: ActivationStore | Joined, seed: int, fraction: float = TRAINED
 ) -> tuple[Rows | JoinedRows, Rows | JoinedRows | None]:
-    """Rows of a fraction of the training documents, and of those after the first `TRAINED`, so that held-out rows
-    decide nothing; None if documents are too few."""
+    """A fraction of the training documents' rows, and rows after the first `TRAINED`; None if documents are too few."""
     train = store.split("train", fraction=fraction, seed=seed)
     try:
         return train, store.split("train", fraction=TRAINED, seed=seed, rest=True)

@@ -261,8 +261,7 @@ class Smoothing:
 
         x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
 
-    (norms about the sample's mean): rows drawn from a kernel estimate of their density, the kernel of the data's own
-    shape. Targets move by the same multiple of their own difference.
+    with norms about the sample's mean. Targets move by the same multiple of their own difference.
 
     Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
     """

@@ -44,8 +44,7 @@ def initial_sae(
     B: Tensor | None = None,
     sparsity: str = "none",
 ) -> SAE:
-    """Random unit directions, `W_dec = W_enc' B`, the scale fitted to a batch of normalised rows; B, (D, E), is the
-    targets' regression on them, None if they are the rows."""
+    """Random unit directions, `W_dec = W_enc' B`, the scale fitted to a batch; B as in `Task`."""
     x, d_in = batch.x, batch.x.shape[1]
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(d_in, d_sae, generator=generator, dtype=torch.float64)
@@ -58,14 +57,9 @@ def initial_sae(
     fit = (batch.y * y_hat).sum() / y_hat.square().sum()
     if fit > 0:  # else no code fires
         W_enc = W_enc * fit.sqrt()
-    return SAE(
-        W_enc,
-        x.new_zeros(d_sae),
-        _decoder_of(W_enc, B),
-        x.new_zeros(batch.y.shape[1]),
-        activation,
-        penalty.fitted(x @ W_enc, parameters),
-    )
+    W_dec, parameters = _decoder_of(W_enc, B), penalty.fitted(x @ W_enc, parameters)
+    b_enc, b_dec = x.new_zeros(d_sae), x.new_zeros(batch.y.shape[1])
+    return SAE(W_enc, b_enc, W_dec, b_dec, activation, parameters)
 
 
 def _decoder_of(W_enc: Tensor, B: Tensor | None) -> Tensor:
@@ -89,11 +83,11 @@ def default_learning_rate(
 
         lr = 0.057 / sqrt(D) * min(1, firings / 4)^(s^2 / 6) * max(1, min(2^(1 / s), (4000 / steps)^(1/3)))
 
-    where s is the number of weight matrices that descend: 2, or 1 where the decoder is solved for. Adam moves a latent,
-    of norm about 1, by up to `lr sqrt(D)`; steps are noisier if it fires on few rows per batch.
+    where s is the number of weight matrices that descend: 2, or 1 where the decoder is solved for. A step moves a
+    latent, of norm about 1, by up to `lr sqrt(D)`, and is noisier if it fires on few rows per batch.
 
-    Range: 200 to 4,000 steps, 0.8 to 8 firings (tests/benchmarks/README.md). A factor for the rows' spread, which a few
-    rows of massive norm decide, made the rate 4 to 8 times too low on Gemma.
+    Range: 200 to 4,000 steps, 0.8 to 8 firings (tests/benchmarks/README.md). A factor for the rows' spread made the
+    rate 4 to 8 times too low on Gemma.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
@@ -141,7 +135,7 @@ class Start:
         return replace(self, sae=start.sae)
 
     def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
-        """The settings, such as `k`, that the SAE's own activation inherits, and its penalty unless one is given."""
+        """Settings that the SAE's own activation inherits, such as `k`, and its penalty unless one is given."""
         activation, metadata = self._sae.activation, self._sae.metadata
         if activation.name != act:
             return {}
@@ -154,8 +148,8 @@ class Start:
     def inherit(
         self, training: TrainingConfig, activation: Activation, rows: RowSource
     ) -> tuple[TrainingConfig, Activation]:
-        """The settings, what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, as target its L0 on
-        these rows; without smoothing and the penalty's rise. ConfigError if it does not fit rows or settings."""
+        """Settings with `d_sae`, `prefixes`, `skip`, and as a target the L0 on these rows, inherited where open; no
+        smoothing, no rise of the penalty. ConfigError if the SAE does not fit rows or settings."""
         self._demand_fit(training, rows)
         sae, rise = self._sae, training.sparsity_warm_up
         sparsity = training.sparsity or activation.default_sparsity
@@ -205,10 +199,9 @@ class Start:
         normalisation: Normalisation,
         sparsity: str = "none",
     ) -> SAE:
-        """The SAE acting on normalised rows.
+        """The SAE on normalised rows; an activation of another kind has parameters fitted to the sample, (n, D).
 
-        An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). Codes are
-        scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
+        Codes are scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
         """
         sae = self._sae.copy_to(torch.float64, sample.device)
         sae = sae.on_raw_rows(normalisation.to(torch.float64).inverse())
@@ -261,7 +254,7 @@ def fingerprint(sae: SAE) -> str:
 
 @dataclass(eq=False)
 class Comparison:
-    """The SAE that training begins with against the one that it ends with; the one of less loss is kept."""
+    """The SAE before training against the one after; the one of less loss is kept."""
 
     before: SAE  # on normalised rows, its codes times `factor`
     factor: float

@@ -54,7 +54,7 @@ def _order(seed: int, number: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SplicedText:
-    """Windows of tokens, to train and to compare on; and the model, with the hook points at which an SAE acts."""
+    """Windows of tokens, to train and to compare on, of the model in which an SAE acts."""
 
     passes: Passes
     placement: Placement
@@ -156,7 +156,7 @@ class ThroughModel(Descent):
         return StepReport(self.steps, batch.size, loss, squared_error, l0)
 
     def _set_gradient(self, batch: StepWindows) -> Tensor:
-        """Set the gradient; returns loss, squared error and L0. Out of memory, again in smaller passes."""
+        """Returns loss, squared error and L0. Out of memory, again in smaller passes."""
         while True:
             self.optimizer.zero_grad()
             sums = torch.zeros(3, dtype=torch.float64, device=batch.text.passes.model.device)

@@ -103,8 +103,7 @@ class Training:
         batches: Generator[Any, None, None],
         measured: Callable[[Comparison], list[dict[str, Any]]],
     ) -> SAE:
-        """Train on batches from the last checkpoint on; `measured` gives measures of the SAE before and after, with the
-        `loss` to choose by."""
+        """Train on batches from the last checkpoint on; `measured` gives measures before and after, with `loss`."""
         try:
             if self.progress.step < self.plan.steps:
                 self._train(batches)
@@ -394,15 +393,14 @@ def _normalised(
 def averages(
     reports: Sequence[StepReport], variance: Tensor, communicator: Communicator
 ) -> dict[str, Any]:
-    """Means over the rows of consecutive batches, for `metrics.jsonl`; `variance` is of smoothed rows. TrainingError,
-    with the step, if a loss is NaN or infinite."""
-    parts = torch.stack(
-        [
-            torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
-            for report in reports
-        ]
-    )
-    losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy
+    """Means over the rows of consecutive batches; `variance` is of smoothed rows. TrainingError, with the step, if a
+    loss is NaN or infinite."""
+    of_steps = [
+        torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
+        for report in reports
+    ]
+    sums = communicator.all_reduce(torch.stack(of_steps).double())
+    losses, errors, l0s = sums.cpu().unbind(1)  # all in one copy
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = int(bad[0])

@@ -83,9 +83,9 @@ def re_aim(
 ) -> None:
     """Re-aim m dead latents at unit vectors d, (m, E), with the mean norms and parameters of others; masks (F,).
 
-    The encoder is aimed along `B d`, B the targets' regression, (D, E); a decoder that descends at d; one that is
-    solved for stays tied until the next decoder step. b_enc is 0, which finds most features, or if `biased` the mean of
-    the others: under a penalty latents that start dense can stay so, with small codes.
+    The encoder is aimed along `B d`, B as in `Task`; a decoder that descends at d; one that is solved for stays tied
+    until the next step. b_enc is 0, which finds most features, or if `biased` the others' mean: under a penalty latents
+    that start dense can stay so, with small codes.
     """
 
     def mean_of_others(values: Tensor) -> Tensor:
