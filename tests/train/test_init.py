@@ -267,7 +267,6 @@ def test_a_crosscoder_trains_on_only_in_the_order_of_its_hook_points(sae: Comman
     data = [word for name in stores for word in ("--data", name)]
     turned = [word for name in stores[::-1] for word in ("--data", name)]
     assert sae("train --act topk --k 3 --d-sae 16 --steps 2 --name cross", *data).status == 0
-    sae("train --init cross --steps 2", *turned).fails(
-        2, "name them in this order: layer 0 resid_post, layer 1 resid_post"
-    )
+    said = "name them in this order: layer 0 resid_post, layer 1 resid_post"
+    sae("train --init cross --steps 2", *turned).fails(2, said)
     train_on(sae, *data, "--steps", "2", init="cross")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, activation_of, change_json, same
+from homes import CommandLine, activation_of, change_json, same, some_rows
 from launching import signalled
 from storing import collect, make_store
 
@@ -50,9 +50,7 @@ def live_rows(
 ) -> LiveRows:
     """Training rows of a model that gives rows in blocks, and then fails with an error if there is one; `window`: rows
     of one."""
-    meta = StoreMeta(
-        source={}, request_hash="some hash", dtype="float32", d_in=rows.shape[1], shard_rows=1000
-    )
+    meta = StoreMeta({}, request_hash="", dtype="float32", d_in=rows.shape[1], shard_rows=1000)
 
     def blocks(show) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for part in np.split(np.arange(len(rows)), cuts):
@@ -317,38 +315,22 @@ def test_a_stopped_training_without_a_store_leaves_nothing(sae: CommandLine, tmp
     assert "there is no unfinished run" in sae("train", "--resume").err
 
 
-random = np.random.default_rng(0)
-N, WIDTH = 700, 12  # rows that a store has
-VALUES = (random.standard_normal((N, 5)) @ random.standard_normal((5, WIDTH)) + 1).astype(
-    np.float32
-)
-DOCUMENTS = np.repeat(np.arange(N // 10), 10)
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=list(DTYPES))
-def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
-    store = make_store(
-        tmp_path / "store", VALUES, request.param, documents=DOCUMENTS, shard_rows=300
-    )
-    return store.split("train", fraction=0.6)
-
-
-def all_ways(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffled and in stored order, decoded."""
+def shuffled_and_in_order(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     return collect(rows.batches(64, seed=1, epoch=2)), collect(rows.sequential(64))
 
 
-def test_rows_as_stored_have_the_bits_on_disk_in_the_same_order(rows: Rows):
-    stored, decode = rows.as_stored(), DTYPES[rows.store.dtype]
-    for got, expected in zip(all_ways(stored), all_ways(rows), strict=True):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_as_stored_have_the_bits_on_disk_in_the_same_order(tmp_path: Path, dtype: str):
+    x, documents = some_rows(700, 12), np.arange(700) // 10
+    store = make_store(tmp_path / "store", x, dtype, documents=documents, shard_rows=300)
+    rows = store.split("train", fraction=0.6)
+    stored, decode = rows.as_stored(), DTYPES[dtype]
+    shuffled, in_order = shuffled_and_in_order(rows)
+    for got, expected in zip(shuffled_and_in_order(stored), (shuffled, in_order), strict=True):
         out = np.empty(got.shape, np.float32)
         decode.decode_rows(got, out)
         assert got.dtype == decode.storage
         assert np.array_equal(out, expected)
-
-
-def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
-    carried = batches_on(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
+    carried = batches_on(stored.batches(64, seed=1, epoch=2), torch.device("cpu"))
     batches = [batch.float().clone() for batch in carried]
-    assert np.array_equal(torch.cat(batches).numpy(), all_ways(rows)[0])
+    assert np.array_equal(torch.cat(batches).numpy(), shuffled)

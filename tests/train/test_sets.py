@@ -104,9 +104,8 @@ def test_stores_that_are_no_pairs_are_refused_in_a_sentence(
 ):
     make_store(home, "bare", some_rows(100))
     options = {"dataset": str(home / "text.jsonl"), "context": LENGTH + 1, "dtype": "float32"}
-    saecli.extract(
-        str(model), layer=0, site="mlp_out", name="fewer-l0", rows=90, home=home, **options
-    )
+    options |= {"layer": 0, "site": "mlp_out", "name": "fewer-l0", "rows": 90, "home": home}
+    saecli.extract(str(model), **options)
     done = sae(TRAIN, "--data", data, "--target", target)
     assert done.status in (1, 2) and sentence in done.err, done.err
     assert not (home / "runs").exists() or not [*(home / "runs").glob("[!.]*")]
@@ -184,9 +183,8 @@ def test_what_is_no_set_is_refused_in_a_sentence_and_leaves_no_folder(
 
 def test_other_formats_have_one_sae_in_a_folder(sae, home, model, tmp_path):
     make_set(home, str(model), Relu())
-    sae("export", "r-*", "--to", "saelens", "--out", tmp_path / "out").fails(
-        2, f"saelens has one SAE in a folder, got {LAYERS}"
-    )
+    done = sae("export", "r-*", "--to", "saelens", "--out", tmp_path / "out")
+    done.fails(2, f"saelens has one SAE in a folder, got {LAYERS}")
     assert "native has one SAE" in sae("push", "r-*", "someone/saes", "--format", "native").err
 
 

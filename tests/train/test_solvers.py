@@ -3,6 +3,7 @@ the learning rate fitted to rows, and the revival of dead latents."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -161,21 +162,16 @@ def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(
     assert shares == pytest.approx(expected)
 
 
-def gradients(solver: Solver, data: RowsInMemory) -> dict[str, Tensor]:
-    """Of the loss on all rows, as autograd has them."""
-    tensors = solver.optimizer.tensors
-    values = torch.autograd.grad(loss_of(solver, data), list(tensors.values()))
-    return dict(zip(tensors, values, strict=True))
-
-
 @pytest.mark.parametrize("config", [Sgd(), Pam()], ids=["sgd", "pam"])
 @pytest.mark.parametrize("share", [0.3, 3.0])
 def test_adam_steps_by_the_gradient_clipped_to_its_norm(data, config: SolverConfig, share: float):
-    expected = gradients(started(config, data, Relu()), data)
-    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
+    plain = started(config, data, Relu())
+    tensors = plain.optimizer.tensors
+    gradients = torch.autograd.grad(loss_of(plain, data), [*tensors.values()])
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
     solver = started(replace(config, clip_norm=share * norm), data, Relu())
     solver.descend(Batch.of(data.x))
-    for name, gradient in expected.items():
+    for name, gradient in zip(tensors, gradients, strict=True):
         # Adam's first moment after one step is a tenth of the gradient.
         moment = solver.optimizer.state()[f"adam.exp_avg.{name}"]
         torch.testing.assert_close(moment, 0.1 * min(1.0, share) * gradient)
@@ -270,14 +266,13 @@ def test_the_default_learning_rate_is_that_of_its_formula():
         assert few == pytest.approx([5e-3, 5e-3, 5e-3 * (4 / 3) ** (1 / 3), 5e-3 * most])
 
 
-def smoothing_solver(data: RowsInMemory, activation: Activation, config: SolverConfig) -> Solver:
-    return started(config, data, activation, epochs=6, smoothing=0.3)
-
-
-def kill(solver: Solver) -> None:
+def killed(config: SolverConfig, data: RowsInMemory, activation: Activation, **of: Any) -> Solver:
+    """A solver some of whose latents never fire."""
+    solver = started(config, data, activation, **of or {"epochs": 6, "smoothing": 0.3})
     with torch.no_grad():
         solver.dictionary.W_enc[:, DEAD] = 0
         solver.dictionary.b_enc[DEAD] = -100
+    return solver
 
 
 def firing(solver: Solver, data: RowsInMemory) -> Tensor:
@@ -289,8 +284,7 @@ def firing(solver: Solver, data: RowsInMemory) -> Tensor:
 @pytest.mark.parametrize("config", [PamSgd(), PamSgd(release=0.0), Sgd(), Sgd(tied=True)], ids=str)
 def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, config):
     data = sparse_mixture()
-    solver = smoothing_solver(data, activation, config)
-    kill(solver)
+    solver = killed(config, data, activation)
     one_epoch(solver, data)
     assert firing(solver, data).all()
     assert solver.revived == len(DEAD)
@@ -307,8 +301,7 @@ def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, config):
 )
 def test_where_latents_are_not_revived(kind, rows, options, steps):
     data = sparse_mixture(rows)
-    solver = smoothing_solver(data, Relu(), kind(**options))
-    kill(solver)
+    solver = killed(kind(**options), data, Relu())
     solver.steps = math.ceil(steps * solver.task.steps)
     one_epoch(solver, data)
     assert not firing(solver, data).any()
@@ -317,16 +310,14 @@ def test_where_latents_are_not_revived(kind, rows, options, steps):
 
 def test_sgd_waits_for_two_rows_per_latent_whatever_the_batch():
     data = replace(sparse_mixture(), batch_size=8)
-    solver = started(Sgd(), data, Relu(), steps=40)  # 16 rows come between two looks
-    kill(solver)
+    solver = killed(Sgd(), data, Relu(), steps=40)  # 16 rows come between two looks
     one_epoch(solver, data)
     assert firing(solver, data).all() and solver.revived == len(DEAD)
 
 
 def test_a_step_follows_each_revival_of_sgd():
     data = sparse_mixture()
-    solver = started(Sgd(), data, Relu(), steps=40)
-    kill(solver)
+    solver = killed(Sgd(), data, Relu(), steps=40)
     revived = [solver.revived for _ in range(8) if solver.step(Batch.of(data.x))]
     assert revived == [0, 0, *[len(DEAD)] * 6]  # looked for after 2 steps: a text may end there
 
@@ -336,8 +327,7 @@ def test_revival_leaves_latents_that_fire_as_they_are():
     alive = [latent for latent in range(F) if latent not in DEAD]
     tensors = []
     for asked in (True, False):
-        solver = smoothing_solver(data, Relu(), PamSgd(alpha=0.5, revive=asked))
-        kill(solver)
+        solver = killed(PamSgd(alpha=0.5, revive=asked), data, Relu())
         solver.descend(Batch.of(data.x))
         solve_decoder(solver, data)
         assert solver.revived == len(DEAD) * asked

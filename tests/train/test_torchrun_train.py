@@ -55,6 +55,7 @@ def some_rows() -> np.ndarray:
 
 
 def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> None:
+    """Measures and weights."""
     lines, others = (read_metrics(home / "runs" / name) for name in (run, expected))
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for line, other in zip(lines, others, strict=True):
@@ -62,10 +63,11 @@ def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> N
     assert_same_weights(home, expected, run, rtol=1e-5, atol=1e-6)
 
 
-def assert_same_result(found: dict, wanted: dict, rel: float = 1e-7) -> None:
+def assert_several_as_one(home: Path, found: dict, wanted: dict, rel: float = 1e-7) -> None:
     for name in ("rows_train", "rows_test", "epochs", "steps"):
         assert found[name] == wanted[name]
     assert found["final"] == pytest.approx(wanted["final"], rel=rel)
+    assert_same_run(home, "several", "one", rel=rel)
 
 
 def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tuple[dict, Done]:
@@ -92,8 +94,7 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
         more = (*more, "--epochs", "2")
     count = 3 if variant == "few-rows" else 2
     one, done = in_one_and_several(sae, *COMMON, *more, processes=count)
-    assert_same_result(done.json, one)
-    assert_same_run(sae.home, "several", "one")
+    assert_several_as_one(sae.home, done.json, one)
     if variant == "topk":
         assert [line.partition(":")[0] for line in own_words(done.err)] == ["several"]
 
@@ -112,18 +113,15 @@ def test_codes_that_are_computed_again_are_smoothed_as_they_were(sae: CommandLin
             done = started.done()
         assert done.status == 0, done.err
         documents[name] = done.json
-    assert_same_result(documents["several"], documents["one"], rel=1e-4)
-    assert_same_run(sae.home, "several", "one", rel=1e-4)
+    assert_several_as_one(sae.home, documents["several"], documents["one"], rel=1e-4)
 
 
 @pytest.mark.long
 def test_training_on_is_that_of_one_process(sae: CommandLine):
     make_run(sae.home, "old", random_sae(TopK(k=3)))
-    one, done = in_one_and_several(
-        sae, "--init", "old", "--dtype", "float64", "--data", "rows", "--epochs", "1", "--json"
-    )
-    assert_same_result(done.json, one)
-    assert_same_run(sae.home, "several", "one")
+    words = "--init old --dtype float64 --data rows --epochs 1 --json".split()
+    one, done = in_one_and_several(sae, *words)
+    assert_several_as_one(sae.home, done.json, one)
     assert done.json["kept"] == one["kept"] == "after"
     for measured in ("before", "after"):
         for name in ("fvu", "l0", "loss"):
@@ -178,16 +176,14 @@ def test_a_killed_training_goes_on_at_another_number_of_processes(
 def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     folder = sae.home / "runs" / "stopped"
-    with launched(
-        torchrun(2), "--home", sae.home, "train", *COMMON, "--epochs", "300", "--name", "stopped"
-    ) as started:
+    words = ("train", *COMMON, "--epochs", "300", "--name", "stopped")
+    with launched(torchrun(2), "--home", sae.home, *words) as started:
         started.until((folder / CHECKPOINT).exists)
         started.process.send_signal(signal.SIGINT)
         done = started.done()
     assert done.status != 0
-    assert own_words(done.err)[1:] == [
-        "stopped; `sae train --resume --name stopped` goes on from its last checkpoint"
-    ]
+    said = "stopped; `sae train --resume --name stopped` goes on from its last checkpoint"
+    assert own_words(done.err)[1:] == [said]
 
 
 @pytest.mark.long

@@ -62,18 +62,15 @@ WITH_EVERY_ACT = [("x", "sgd"), ("x -> y", "pam-sgd --skip")]
 WITH_EVERY_TASK = ["topk", "jumprelu"]
 
 
+CASES = [
+    pytest.param(*task, act, marks=[] if in_ci else pytest.mark.long)
+    for task, act in product(TASKS, ACTIVATIONS)
+    for in_ci in [task in WITH_EVERY_ACT or act in WITH_EVERY_TASK]
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "solver", "act"),
-    [
-        pytest.param(
-            *task,
-            act,
-            marks=[] if task in WITH_EVERY_ACT or act in WITH_EVERY_TASK else pytest.mark.long,
-        )
-        for task, act in product(TASKS, ACTIVATIONS)
-    ],
-)
+@pytest.mark.parametrize(("data", "solver", "act"), CASES)
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
     sae, home, data, solver, act
 ):
