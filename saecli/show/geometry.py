@@ -39,18 +39,7 @@ SPLIT_STYLES: tuple[dict[str, Any], ...] = (
 
 
 def fill_cells(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
-    """Draw cells, in RGB colours, (C, 3), in [0, 1]."""
-    axes.grid(False)
-    axes.imshow(
-        cell_image(cells, colours), extent=cells.bounds, origin="lower", interpolation="nearest"
-    )
-    axes.set(xlim=cells.bounds[:2], ylim=cells.bounds[2:], aspect="equal")
-    for side in axes.spines.values():
-        side.set(visible=True, linewidth=0.8, color=LINE)
-
-
-def cell_image(cells: PlaneCells, colours: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Cells with dark lines between them, (P, P, 3)."""
+    """Draw cells, in RGB colours, (C, 3), in [0, 1], with dark lines between them."""
     labels = cells.labels
     image = colours[labels]
     edge = np.zeros(labels.shape, bool)
@@ -58,7 +47,11 @@ def cell_image(cells: PlaneCells, colours: NDArray[np.float64]) -> NDArray[np.fl
     edge[:, 1:] |= labels[:, 1:] != labels[:, :-1]
     # Full lines would hide cells of a few pixels.
     image[edge] *= 1 - np.clip(0.75 - 2.5 * edge.mean(), 0, DARKEST)
-    return image
+    axes.grid(False)
+    axes.imshow(image, extent=cells.bounds, origin="lower", interpolation="nearest")
+    axes.set(xlim=cells.bounds[:2], ylim=cells.bounds[2:], aspect="equal")
+    for side in axes.spines.values():
+        side.set(visible=True, linewidth=0.8, color=LINE)
 
 
 def tints(count: int) -> NDArray[np.float64]:

@@ -301,7 +301,7 @@ def test_a_runs_page_has_its_training_curve(sae: CommandLine, tmp_path: Path):
 
 SPOILT: dict[str, Callable[[Path], object]] = {
     "is no longer there; name the model with --model": lambda folder: folder.rename(f"{folder}-"),
-    "does not fit into memory: its weights take ": lambda folder: change_json(
+    "does not fit into memory: weights take ": lambda folder: change_json(
         folder / "config.json", intermediate_size=1 << 40
     ),
     "cannot load the model ": lambda folder: (folder / "model.safetensors").unlink(),
