@@ -284,7 +284,6 @@ class ReluTopKCells(Cells):
         return float(torch.logsumexp(logs, 0)) / math.log(10)
 
     def _is_full(self, pre: Tensor) -> Tensor:
-        """Whether K latents are positive, (B,)."""
         return (pre > 0).sum(1) >= self.largest.k
 
     def supports(self, pre: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Census:
         return self._growth if self._growth[-1:] == [last] else [*self._growth, last]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Rows in visited cells, descending."""
+        """Of visited cells, descending."""
         sizes = np.fromiter(self.counts.values(), np.int64, len(self.counts))
         return np.sort(sizes)[::-1]
 
@@ -194,7 +194,6 @@ def _other_split(
 
 
 def _training_rows(run: Measured, most: int) -> NDArray[np.float32]:
-    """The rows that the SAE was trained on, or `most` of them."""
     seed, fraction = run.subject.split_seed, run.subject.fraction
     # More rows than the default are held as asked for, whatever memory they take.
     if most <= SAMPLE_ROWS:

@@ -66,7 +66,7 @@ class Plane:
         return cls(torch.from_numpy(mean), torch.from_numpy(basis.copy()))
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Orthogonal projections of rows, (B, D), (B, 2)."""
+        """Orthogonal projections, (B, 2), of rows, (B, D)."""
         return (x.double() - self.origin) @ self.basis.T
 
     def section(self, sae: SAE) -> SAE:

@@ -30,7 +30,6 @@ Scores = dict[str, float | None]
 
 
 def take_labels(subject: Subject, labels: Path, path: Path, d_sae: int) -> dict[str, Any]:
-    """Add others' labels to a file."""
     given = others_labels(labels, d_sae)
     everything = add_labels(path, "given", given, d_sae)
     return {
@@ -50,7 +49,6 @@ def label_latents(
     server: Server,
     listener: Listener,
 ) -> dict[str, Any]:
-    """Label latents, score the labels and add them to a file."""
     texts, d_sae = texts_of(run), run.sae.d_sae
     corpus = gather(run, chosen, count, listener)
     firings, rows = np.diff(corpus.codes.indptr), np.count_nonzero(corpus.positions >= 0)
@@ -91,7 +89,6 @@ def _labels_by_model(judged: Iterable[Mapping[str, Any]]) -> dict[int, Label]:
 def _scores(
     corpus: Corpus, rules: Mapping[int, Rule], listener: Listener
 ) -> tuple[dict[int, Scores], dict[int, Scores]]:
-    """The scores of each latent's rule, and of another latent's."""
     others, scores, floor = derange(rules), {}, {}
     with listener.progress("scoring", len(rules), "latents") as show:
         for done, (latent, rule) in enumerate(rules.items()):

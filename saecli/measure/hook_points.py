@@ -44,8 +44,6 @@ SHRUNK, DECOUPLED = 0.2, 0.5  # Minder et al.'s thresholds
 
 
 class HookPointSums:
-    """Sums over rows, float64."""
-
     def __init__(self, sae: SAE) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=sae.W_enc.device)
         self._sae = sae

@@ -291,7 +291,7 @@ def own_codes(
 
 
 def codes_of(sae: SAE, x: Tensor) -> "csr_array":
-    """The codes of rows, (N, D), (N, F)."""
+    """Codes, (N, F), of rows, (N, D)."""
     from scipy.sparse import csr_array, vstack  # which not all measures need
 
     batches = x.split(max(1, BATCH_CODES // sae.d_sae))

@@ -195,7 +195,7 @@ def most_different(codes: csr_array, labels: NDArray[np.bool_], count: int) -> l
 
 
 def sparse_scores(codes: csr_array, labels: NDArray[np.bool_], count: int) -> FoldScores:
-    """Of probes on `count` latents, chosen by each training part from codes, (N, F)."""
+    """Scores of probes on `count` latents, chosen by each training part from codes, (N, F)."""
     features = []
     for train, _ in _folds(FOLDS).split(labels, labels):
         latents = most_different(codes[train], labels[train], count)
@@ -210,7 +210,7 @@ def dense_scores(x: NDArray[np.float64], labels: NDArray[np.bool_]) -> FoldScore
 def _cross_validated(
     features: Sequence[NDArray[np.float64]], labels: NDArray[np.bool_]
 ) -> FoldScores:
-    """Given, for each fold, the features of all rows, (N, P)."""
+    """Scores, given for each fold the features of all rows, (N, P)."""
     probe = GridSearchCV(
         make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
         {"logisticregression__C": CS},

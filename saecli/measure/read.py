@@ -127,7 +127,7 @@ class Reader:
         return Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]))
 
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
-        """Of the tokens that are `read`, (T,), as (T, F)."""
+        """(T, F), of the tokens that are `read`, (T,)."""
         stored = [TextWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
         batches = stored_activations(self._model, stored, self._points, 1)
         blocks = [codes_of(self._sae, torch.cat(at_points, dim=1)) for at_points in batches]
@@ -166,7 +166,6 @@ def reading_document(
     firing: Firing,
     labels: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Of a text, and perhaps another to compare with."""
     lines = [reading.lines(top) for reading in readings]
     if described == "listed":
         listed = [of_token["latent"] for line in chain(*lines) for of_token in line["latents"]]

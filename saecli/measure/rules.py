@@ -55,7 +55,7 @@ class CorpusTokens:
         return np.where(np.roll(windows, step) == windows, np.roll(self.quoted, step), "")
 
     def having(self, values: np.ndarray) -> tuple[csr_array, np.ndarray]:
-        """Which rows have which values, (n, V), and these."""
+        """Which rows have which values, (n, V), and the values."""
         numbers, names = pandas.factorize(values)
         having = (self.corpus.positions >= 0) & (values != "")
         offsets = np.append(0, having.cumsum())

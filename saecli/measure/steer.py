@@ -224,8 +224,6 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts to continue, and the activations at their tokens that are changed."""
-
     model: LanguageModel
     texts: Sequence[str]
     inputs: list[Tensor]  # (1, T) each

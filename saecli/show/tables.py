@@ -204,7 +204,6 @@ RUN_FIGURES = {
 
 
 def results_table(documents: Sequence[JsonObject], varied: Sequence[str] = ()) -> RenderableType:
-    """The results of `sae train`, with the options that differ."""
     counts = {(document["rows_test"], document["rows_counted"]) for document in documents}
     title = "FVU and L0 on held-out rows, dead latents on training rows"
     if len(counts) == 1:

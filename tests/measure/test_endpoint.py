@@ -95,23 +95,17 @@ def test_a_refused_key_is_not_sent_again_nor_printed_nor_kept(
     assert KEY not in (tmp_path / "answers.jsonl").read_text()
 
 
-def test_the_token_for_the_hub_is_not_sent(
+def test_the_token_for_the_hub_is_not_sent_though_the_hub_is_switched_off(
     served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    endpoint(served, tmp_path).ask(CHATS[:1])
+    assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login someone password hf_secret\n")
     monkeypatch.setenv("NETRC", str(netrc))
     endpoint(served, tmp_path).ask(CHATS[1:2])
     assert served.keys == [None, None]
-
-
-def test_a_server_on_this_machine_is_asked_where_the_hub_is_switched_off(
-    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
 
 
 def test_an_empty_answer_is_warned_about_and_asked_for_again(served: ChatServer, tmp_path: Path):
@@ -165,19 +159,13 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["yes"]  # which needs no server
 
 
+NO_URLS = ("localhost:8000", "http:///v1", "http://a:80000", "http://a:8o", "http://[::1/v1")
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        *(
-            ({"endpoint": endpoint}, "--endpoint must be a URL such as")
-            for endpoint in (
-                "localhost:8000",
-                "http:///v1",
-                "http://a:80000",
-                "http://a:8o",
-                "http://[::1/v1",
-            )
-        ),
+        *(({"endpoint": endpoint}, "--endpoint must be a URL such as") for endpoint in NO_URLS),
         ({"model_name": None}, "--endpoint needs --model-name"),
         ({"endpoint": None}, "--model-name and --dry-run need --endpoint"),
         ({"endpoint": None, "model_name": None, "dry_run": True}, "--dry-run need --endpoint"),

@@ -181,21 +181,12 @@ def test_frontier_draws_each_run_and_joins_families(drawn: list[Figure], tmp_pat
     )
     draw_frontier(tmp_path / "x.png", *compared(*runs))
     lines = drawn[0].axes[0].lines
-    shown = {
-        (line.get_xdata()[0], line.get_ydata()[0]): line
-        for line in lines
-        if line.get_linestyle() == "None"
-    }
-    assert (
-        shown[10.0, 0.3].get_marker()
-        == shown[20.0, 0.2].get_marker()
-        != shown[5.0, 0.3].get_marker()
-    )
-    assert len({line.get_color() for line in shown.values()}) == 4
-    assert sorted(list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2) == [
-        [5, 20],
-        [10, 20],
-    ]
+    points = [line for line in lines if line.get_linestyle() == "None"]
+    markers = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_marker() for line in points}
+    assert markers[10.0, 0.3] == markers[20.0, 0.2] != markers[5.0, 0.3]
+    assert len({line.get_color() for line in points}) == 4 == len(markers)
+    joined = [list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2]
+    assert sorted(joined) == [[5, 20], [10, 20]]
     assert legend_of(drawn[0]) == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)"]
 
 
@@ -204,15 +195,13 @@ def test_a_run_has_one_colour_in_all_pictures_of_the_same_runs(drawn: list[Figur
     draw_firing(None, {"b": counts, "a": counts})
     draw_frontier(None, *compared(("a", 4.0, 0.2, "relu"), ("b", 5.0, 0.3, "relu")))
     draw_frontier(None, *compared(("b", 4.0, 0.2, "relu"), ("a", 5.0, 0.3, "relu")))
-    colours = []
     for figure in drawn:
         handles = figure.legends[0].legend_handles
-        names = [
-            text.replace(" (relu)", "")[-1] if "(relu)" in text else text[0]
-            for text in legend_of(figure)
-        ]
-        colours.append({name: line.get_color() for name, line in zip(names, handles, strict=True)})
-    assert colours[0] == colours[1] == colours[2] == {"a": COLOURS[0], "b": COLOURS[1]}
+        # "b (0 of 1 silent ...", or "1 b (relu)".
+        names = [text.removesuffix(" (relu)").lstrip("12 ")[0] for text in legend_of(figure)]
+        colours = {name: line.get_color() for name, line in zip(names, handles, strict=True)}
+        assert colours == {"a": COLOURS[0], "b": COLOURS[1]}
+    assert len(drawn) == 3
 
 
 def test_a_frontier_of_near_runs_shows_them_apart_and_of_far_ones_begins_at_zero(
@@ -234,9 +223,8 @@ def test_a_constant_l0_is_said_and_has_no_panel(drawn: list[Figure]) -> None:
     draw_losses(None, "one", lines)
     assert [axes.get_ylabel() for axes in drawn[0].axes] == [FVU_LABEL]
     assert drawn[0].get_suptitle() == "one, L0 16 at every step"
-    draw_firing(
-        None, {"one": (np.array([0, 0, 7]), np.array([0.5])), "two": (np.array([0, 5]), np.ones(1))}
-    )
+    runs = {"one": (np.array([0, 0, 7]), np.array([0.5])), "two": (np.array([0, 5]), np.ones(1))}
+    draw_firing(None, runs)
     assert [axes.get_ylabel() for axes in drawn[1].axes] == ["latents"]
     assert legend_of(drawn[1])[0] == "one (L0 2, 0 of 1 silent on these 7 rows)"
 

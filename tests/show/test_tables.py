@@ -80,15 +80,10 @@ def test_eval_of_nasty_names_prints_within_the_terminal(
 
 
 def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
-    places = [
-        {"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")
-    ]
-    run = {
-        "run": "x",
-        "places": places,
-        "shared": 2,
-        "class": ["shared", "only first by latent scaling", "in between"],
-    }
+    place = {"width": 4, "fvu": 0.1, "exclusive": 0}
+    places = [{"name": name, **place} for name in ("first", "second")]
+    classes = ["shared", "only first by latent scaling", "in between"]
+    run = {"run": "x", "places": places, "shared": 2, "class": classes}
     lines = printed(places_table(run), width=250)
     said = "\n".join(lines)
     assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in said

@@ -189,7 +189,6 @@ class LatentPages:
 
     @cached_property
     def _columns(self) -> dict[str, dict[str, Any]]:
-        """(C, N, ...) each."""
         survey, chosen = self._report.survey, self._report.chosen
         return {"examples": survey.examples.of(chosen), "samples": survey.samples.of(chosen)}
 
