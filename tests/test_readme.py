@@ -35,17 +35,15 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
     file.write_bytes(subprocess.check_output([sys.executable, *text[1:-1]]))
     chain = "extract train eval sparsity geometry report finetune train extract train eval"
     names = [*chain.split(), "export", "extract", "train"]
-    assert [shlex.split(line, comments=True)[:2] for line in lines] == [
-        ["sae", name] for name in names
-    ]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert [words[:2] for words in commands] == [["sae", name] for name in names]
     quick = {
         "extract": ["--rows", "3000"],
         "train": ["--epochs", "2", "--d-sae", "64"],
         "finetune": ["--tokens", "6000"],
     }
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
-    for line in lines:
-        words = shlex.split(line, comments=True)[1:]
+    for _, *words in commands:
         given = quick.get(words[0], []) if "--rows" not in words else []
         here(*words, *given).succeeds()
     assert Path("sparsity.png").exists()

@@ -100,11 +100,8 @@ def test_whole_numbers_are_taken_for_others_and_one_value_for_several():
 def test_values_as_words_of_a_command_have_zeros_and_no_flag_that_is_off():
     values = {"layer": 0, "lr": 0.0, "packed": False, "chat": True, "name": None, "data": ["a", 0]}
     assert shlex.join(words_of(values)) == "--layer 0 --lr 0.0 --chat --data a --data 0"
-    assert words_of({"name": "-x", "layer": -1, "data": ["--y"]}) == [
-        "--name=-x",
-        "--layer=-1",
-        "--data=--y",
-    ]
+    values = {"name": "-x", "layer": -1, "data": ["--y"]}
+    assert words_of(values) == ["--name=-x", "--layer=-1", "--data=--y"]
 
 
 def test_every_text_is_read_back_from_toml():

@@ -195,13 +195,11 @@ def test_a_report_says_on_whose_tokens_a_latent_acts_and_who_speaks(folder, tmp_
 
 @pytest.mark.long
 def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, tmp_path):
-    words = [
-        *split(f"extract --model {folder} --layer 0 --dataset"),
-        written(tmp_path / "a.jsonl", ROWS * 40),
-        *split(
-            f"--chat-template {TEMPLATES / 'gemma.jinja'} --positions assistant --shard-rows 2000 --name"
-        ),
-    ]
+    line = (
+        f"extract --model {folder} --layer 0 --dataset {written(tmp_path / 'a.jsonl', ROWS * 40)}"
+    )
+    chats = f"--chat-template {TEMPLATES / 'gemma.jinja'} --positions assistant"
+    words = split(f"{line} {chats} --shard-rows 2000 --name")
     signalled(sae.home, [*words, "k"], ".h5", 3)
     assert [sae(*words, name).status for name in "kw"] == [0, 0]
     assert_same_pass(sae.home / "activations" / "k", sae.home / "activations" / "w")

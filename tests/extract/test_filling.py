@@ -90,12 +90,8 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
         ids = window.token_ids.tolist()
         assert (ids[0] == BOS) == bos and ids[-1] not in (BOS, EOS)
         # BOS in the first place, and a separator wherever one document follows another, and nowhere else
-        edges = [
-            i
-            for i in range(1, len(ids))
-            if window.tokens["document"][i] != window.tokens["document"][i - 1]
-            and (i > 1 or not bos)
-        ]
+        document = window.tokens["document"]
+        edges = [i for i in range(1 + bos, len(ids)) if document[i] != document[i - 1]]
         assert [i for i in range(bos, len(ids)) if ids[i] in (BOS, EOS)] == edges
         assert all(ids[i] == (BOS if bos else EOS) for i in edges)
         assert window.is_row.tolist() == [token not in (BOS, EOS) for token in ids]

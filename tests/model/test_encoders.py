@@ -171,10 +171,8 @@ def test_effects_are_of_masked_tokens(sae: CommandLine, tmp_path: Path, kind: st
     for window in saecli.open_store("x", home=sae.home).split("test").windows():
         ids, kept = window
         hidden = hidden_tokens([window], torch.from_numpy(kept)[None])
-        assert (
-            hidden.sum() == max(1, round(0.15 * kept.sum()))
-            and not (hidden[0].numpy() & ~kept).any()
-        )
+        assert hidden.sum() == max(1, round(0.15 * kept.sum()))
+        assert not (hidden[0].numpy() & ~kept).any()
         given = torch.from_numpy(ids)[None].masked_fill(hidden, MASK)
 
         def swapped(x: Tensor, kept: Any = kept) -> Tensor:

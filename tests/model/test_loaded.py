@@ -108,13 +108,11 @@ def test_several_loaded_models_fill_stores_of_the_same_tokens(tmp_path: Path, te
     with torch.no_grad():
         chat.get_input_embeddings().weight.add_(0.1)
     stores = saecli.extract([base, chat], **options)
-    assert [store.meta.source["model"] for store in stores] == [str(folders[0])] * 2 + [
-        str(folders[1])
-    ] * 2
+    models = [str(folder) for folder in folders for _ in range(2)]
+    assert [store.meta.source["model"] for store in stores] == models
     alone = saecli.extract(chat, **{**options, "layer": 2})
-    np.testing.assert_allclose(
-        stored(stores[3].path)[0], stored(alone.path)[0], rtol=1e-5, atol=1e-5
-    )
+    found, expected = (stored(store.path)[0] for store in (stores[3], alone))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
