@@ -1,5 +1,4 @@
-"""Options, each declared once, for Python, TOML files and the command line: an annotated field of a `Config`, or an
-annotated argument of a public function.
+"""Options for Python, TOML files and the command line: annotated fields of a `Config`, or arguments of a function.
 
     rows: Annotated[Count, Shown("Rows to store.")] = 100_000
     alpha: Annotated[NonNegative | Literal["auto"], Shown("Ridge of the decoder step.")] = "auto"
@@ -58,7 +57,7 @@ class Option(Shown):
 
     @property
     def several(self) -> bool:
-        """Whether the values given make one tuple."""
+        """Whether values make one tuple."""
         return any(get_origin(kind) is tuple for kind in _plain_types(self.kind))
 
     @property
@@ -75,23 +74,23 @@ class Option(Shown):
 
     @property
     def choices(self) -> list[str]:
-        """The words among which one value is chosen, besides any numbers."""
+        """The words that a value may be, besides any numbers."""
         literals = [kind for kind in _plain_types(self.item) if get_origin(kind) is Literal]
         return [word for literal in literals for word in get_args(literal)]
 
     @property
     def repeatable(self) -> bool:
-        """Whether a command may give one result for each of several values."""
+        """Whether a command may give one result per value."""
         return not (self.once or self.several) and not {int, float}.isdisjoint(self.types)
 
     def checked(self, value: Any) -> Any:
-        """The value, converted to the option's type; ConfigError if it is not allowed."""
+        """The value, of the option's type; ConfigError if not allowed."""
         if self.several and value is not None and not isinstance(value, tuple):
             value = tuple(value) if isinstance(value, list) else (value,)
         return self._validated(_adapter(self.kind).validate_python, value)
 
     def parsed(self, text: str) -> Any:
-        """One value from the text that a command line or a file gives."""
+        """One value from the text of a command line or a file."""
         return self._validated(_adapter(self.item).validate_strings, text)
 
     def _validated(self, validate: Callable[[Any], Any], value: Any) -> Any:
@@ -124,7 +123,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 @dataclass(frozen=True)
 class Config:
-    """Options that are checked when it is made; ConfigError for one that is not allowed."""
+    """Options, checked when it is made; ConfigError for a value that is not allowed."""
 
     panel: ClassVar[str] = "Options"
 
@@ -134,7 +133,7 @@ class Config:
 
     @classmethod
     def among(cls, options: Mapping[str, Any]) -> Self:
-        """The configuration of those of some options that it has."""
+        """From those of the options that it has."""
         return cls(**{name: options[name] for name in options_of(cls) if name in options})
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class Config:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The configuration that `to_json` wrote; missing fields take their defaults, unexpected ones are refused."""
+        """Missing fields take their defaults, unexpected ones are refused."""
         if unexpected := sorted(document.keys() - options_of(cls).keys()):
             raise ConfigError(f"{cls.__name__} does not match: unexpected {unexpected}")
         return cls(**document)
@@ -170,7 +169,6 @@ def _option(shown: Shown, argument: str, kind: Any, default: Any) -> Option:
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """The arguments of a function that are options, by name."""
     options = {}
     for name, parameter in inspect.signature(function).parameters.items():
         for note in getattr(parameter.annotation, "__metadata__", ()):
@@ -190,8 +188,8 @@ R = TypeVar("R")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: arguments whose options have their type are checked, ConfigError if one is not
-    allowed; it runs `as_usual`; the docstring gets the help of all options."""
+    """Decorate a public function: it runs `as_usual`, with arguments checked if their options have their type, and its
+    docstring gets the help of all."""
     signature, options = inspect.signature(function), arguments_of(function)
 
     @functools.wraps(function)
@@ -212,8 +210,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def with_options(config: type[Config]) -> Callable[[FunctionT], FunctionT]:
-    """Decorate a function whose keywords are options of a configuration: its signature and docstring show them, but for
-    those that it has as arguments."""
+    """Decorate a function whose keywords are options of a configuration: signature and docstring show them."""
 
     def decorate(function: FunctionT) -> FunctionT:
         *arguments, _ = inspect.signature(function).parameters.values()
@@ -240,7 +237,7 @@ def _add_help(function: Callable[..., Any], options: Mapping[str, Option]) -> No
 def options_from(
     config: type[Config], names: Iterable[str], helps: Mapping[str, str], **changes: Any
 ) -> list[Option]:
-    """Some options of a configuration for another command, with the help that `helps` has there, and with changes."""
+    """Some options of a configuration for another command, with the help in `helps`, and with changes."""
     options = options_of(config)
     return [
         replace(options[name], help=helps.get(name, options[name].help), **changes)
@@ -278,8 +275,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 def choose(
     table: Mapping[str, type[ConfigT]], selector: str, name: str, options: Mapping[str, Any]
 ) -> ConfigT:
-    """Build `table[name]`, which the option `selector` names, from the `options` that the user gave; refuses those
-    that only other entries have."""
+    """Build `table[name]`, which the option `selector` names, from the user's `options`; refuses those of other
+    entries alone."""
     if name not in table:
         raise unknown_choice(selector, name, table)
     names = {key: options_of(config).keys() for key, config in table.items()}
@@ -295,7 +292,7 @@ def choose(
 def demand_known(
     function: str, options: Iterable[str], known: Collection[str], command: str | None = None
 ) -> None:
-    """Raise a ConfigError, with advice, for an option that a function lacks; a `command` has the same ones."""
+    """ConfigError, with advice, for an option that a function, or its `command`, lacks."""
     expected = f"one of `sae {command}`'s" if command else ", ".join(known) or "none"
     for name in options:
         if name not in known:

@@ -1,15 +1,14 @@
 """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
 
-A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
-random; each dimension of the rows is shuffled by itself; or, with --model, the rows are activations of that model
-with random weights, on the same tokens. RUN is trained without --init; of a crosscoder of several models, without
---model.
+Each repeats the training of RUN with one ingredient removed: encoder or decoder stays random, each dimension of the
+rows is shuffled by itself, or, with --model, rows come from that model with random weights, on the same tokens. RUN
+must be trained without --init; a crosscoder of several models takes no --model.
 
-The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
-with --model CE recovered and KL. A score that a control reaches too is no evidence for the SAE.
+Compares FVU, L0 and dead latents on held-out rows; for known features MCC and F1; with --model CE recovered and KL.
+A score that a control reaches too is no evidence for the SAE.
 
 Cost: trains 3 SAEs (4 with --model). Rows that are shuffled or from a random model are held in memory as float32:
-of a store larger than memory, take a run with a smaller --fraction. Saves no run.
+for a store larger than memory, take a run with a smaller --fraction. Saves no run.
 
 Example: sae controls first --model google/gemma-2-2b
 """

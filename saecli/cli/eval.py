@@ -3,19 +3,18 @@
 RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE of this tool or another library.
 Several runs make one table, sparsest first.
 
-A single run is spliced into the language model that its store's rows came from, if that is on this machine, for CE
-and KL; several into --model.
+For CE and KL a single run is spliced into the language model that its store's rows came from, if that is on this
+machine; several into --model.
 
-Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
-only for SAEs trained here.
+Silent latents fire on none of the rows measured; dead ones fired on none of the training rows, known only for SAEs
+trained here.
 
---together splices all runs into --model at once: CE and KL of the whole set, next to CE with zeros, and with the
-mean row, at all hook points that it replaces; and each run's error there, of what the model has at that point with
-the others spliced in, and of what it has without any.
+--together splices all runs into --model at once. It shows CE and KL of the whole set, next to CE with zeros and with
+mean rows at all its hook points, and each run's error there, with the others spliced in and without.
 
---stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors, in the metric
-of their training if it is one. PW-MCC is the mean |cosine|; a latent is matched if its |cosine| is above 0.7. If
-some are silent, both are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
+--stability matches the latents of each pair of runs one to one by |cosine| of decoder vectors, in the metric of their
+training if it is one. PW-MCC is the mean |cosine|; a latent is matched if its own is above 0.7. If some are silent,
+both are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
 
 Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
 """

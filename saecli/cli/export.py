@@ -1,8 +1,7 @@
 """Write a run in another library's format.
 
-Refuses an SAE that the library cannot express. TopK of these libraries applies a ReLU to the k largest
-pre-activations, while topk here keeps their signs: such a run is written as their TopK, where negative codes
-become 0.
+Refuses an SAE that the library cannot express, except topk: their TopK applies a ReLU to the k largest
+pre-activations, so negative codes become 0.
 
 With --to circuit-tracer several runs, one transcoder for each layer of the model, make one folder, which
 circuit-tracer opens: sae export 't-*' --to circuit-tracer --out set. Its version 0.5.0 does not read topk; later

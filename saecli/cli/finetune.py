@@ -1,10 +1,10 @@
 """Train an SAE on through the language model that it acts in.
 
-Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
-its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder, of one model.
+Minimises KL(clean || spliced) + fvu_weight FVU per token, with RUN's reconstructions in place of the spliced model's
+activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder, of one model.
 
 The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
-CE recovered on text kept out of training before and after. Saves a run, with the better SAE of the two.
+CE recovered on held-out text before and after. Saves a run with the better SAE.
 
 Options marked "..." can be given several times: one run per combination, one after another.
 

@@ -1,12 +1,12 @@
 """Measure the spline: cells, power diagram, margins, k-means and local PCA.
 
-An SAE is affine on each of its cells, the sets of rows that keep the same latents; the cells that rows visit are
-counted. For topk and abs-topk they are the cells of a power diagram, by a theorem; the fraction of rows on which
-they agree is reported. The margin is a row's exact distance to the boundary of its cell; the local complexity, the
-number of boundaries within --radius of it.
+An SAE is affine on each of its cells, the sets of rows that keep the same latents; counts those that rows visit. For
+topk and abs-topk they are the cells of a power diagram, by a theorem; reports the fraction of rows on which they
+agree. The margin is a row's exact distance to the boundary of its cell; the local complexity, the number of
+boundaries within --radius of it.
 
-References are fitted on training rows: k-means, and local PCA, the best map that is affine on each of its cells,
-with the SAE's rank. Several runs make one table, and they or a pattern a JSON document with a list "runs".
+References are fitted on training rows: k-means, and local PCA, the best map affine on each of its cells, with the
+SAE's rank. Several runs make one table, and they or a pattern a JSON document with a list "runs".
 
 Example: sae geometry first --plot geometry.png
 """

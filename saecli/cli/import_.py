@@ -1,15 +1,15 @@
 """Store an array, or synthetic rows made of known features.
 
-Nothing in a file is executed, and no other file that it names is opened, but for those next to an index.json. The
-same command again resumes an interrupted import, and does nothing for a finished one.
+Executes nothing in a file, and opens no other file that it names, but those next to an index.json. The same command
+again resumes an interrupted import, and does nothing for a finished one.
 
 Files of rows follow each other: 'acts/*.npy'. One of several arrays: acts.h5 --key layer_6. All of
 them: acts.safetensors.index.json --key '*'. A column of lists: acts.parquet --key activation. Padded batches:
 batch.npz --flatten positions --mask attention_mask. One layer of (tokens, layers, width): vllm/ --index ':,2'.
 Raw binary: acts.bin --shape -1,768 --dtype bfloat16.
 
-For synthetic rows, `sae eval` reports which known features an SAE has found. Their structure is SynthSAEBench's
-(arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
+Synthetic rows have SynthSAEBench's structure (arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
+`sae eval` reports which of their features an SAE has found.
 
 Example: sae import train-images-idx3-ubyte.gz --name mnist
 """

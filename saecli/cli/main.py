@@ -35,7 +35,7 @@ def _module(name: str) -> str:
 
 
 def summary(name: str) -> str:
-    """The first line of a command's help, read from its file: the list of commands imports none of them."""
+    """The first line of a command's help, read from its file: the list of commands imports none."""
     with Path(__file__).with_name(f"{_module(name)}.py").open(encoding="utf-8") as file:
         return file.readline().strip().strip('"')
 

@@ -1,4 +1,4 @@
-"""Options as Typer parameters and in the file of `--config`, those common to commands, and a command's start."""
+"""Options as Typer parameters and in the file of `--config`; those that commands share; a command's start."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ WIDEST_METAVAR = 16  # more leave no room for the help in 80 columns
 
 @dataclass(frozen=True)
 class Given:
-    """The options of configurations that the user set: one of the combinations of their values."""
+    """Options that the user set: one of the combinations of their values."""
 
     values: Mapping[str, Any]
     varied: Mapping[str, Any]  # of options set to several values
@@ -35,9 +35,9 @@ def configured(
     more: Iterable[Option] = (),
     **tables: Mapping[str, type[Config]],
 ) -> Callable:
-    """Decorate a command with options of configurations, of the arguments of public functions, of tables of
-    configurations by the option that selects an entry, and `--config` and `--help-all`. Its parameter `options`
-    receives those that the user set, by field or argument; if they can be `repeated`, a tuple of `Given`."""
+    """Decorate a command with options of configurations, of public functions, of tables of configurations by the option
+    that selects an entry, and `--config` and `--help-all`. Its parameter `options` receives those that the user set, by
+    field or argument; if `repeated`, a tuple of `Given`."""
     all_options = [
         replace(option, panel=option.panel or getattr(source, "panel", Config.panel))
         for source in declared
@@ -84,7 +84,7 @@ def _declared_by(source: Any) -> Iterable[Option]:
 
 
 def _merged(table: Mapping[str, type[Config]], panel: str) -> list[Option]:
-    """The options of a table's configurations. The help lists the entries that take an option if not all do."""
+    """The options of a table's configurations; the help lists the entries that take one if not all do."""
     takers: dict[str, list[str]] = {}
     options: dict[str, Option] = {}
     for key, config in table.items():
@@ -105,7 +105,6 @@ def _keyword(name: str, kind: Any, info: Any, default: Any = None) -> Parameter:
 
 
 def _parameter(option: Option, repeated: bool) -> Parameter:
-    """An option for Typer: a flag, or text that `_typed` checks."""
     settings: dict[str, Any] = {
         "help": option.help,
         "rich_help_panel": option.panel,
@@ -153,7 +152,6 @@ def _typed(option: Option, value: Any) -> Any:
 
 
 def _combinations(options: Mapping[str, Any]) -> tuple[Given, ...]:
-    """One `Given` for each combination of values that are lists."""
     several = {name: values for name, values in options.items() if isinstance(values, list)}
     for name, values in several.items():
         twice = [value for index, value in enumerate(values) if value in values[:index]]
@@ -193,7 +191,7 @@ HELP_ALL = _keyword(
 
 
 def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a file the defaults of the other parameters, which are parsed later."""
+    """Make a file's values the defaults of the other parameters, which are parsed later."""
     if path is not None and not ctx.resilient_parsing:
         ctx.default_map = _read_config(ctx, path)
     return path
@@ -212,7 +210,7 @@ CONFIG = _keyword(
 
 
 def _read_config(ctx: typer.Context, path: Path) -> dict[str, Any]:
-    """The options in a TOML file by name; Typer and the configurations check their values."""
+    """Typer and the configurations check the values."""
     import tomllib
 
     try:
@@ -246,7 +244,7 @@ SEVERAL = "several"  # in `Context.meta`: whether several runs or a pattern were
 
 
 def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list[str] | None:
-    """The runs that are named, or match patterns; RunError before anything slow is imported if there is no run."""
+    """The runs that are named, or match patterns; RunError if there is none, before anything slow is imported."""
     home = ctx.find_root().obj  # None during completion
     if home and not runs:
         home.runs.find(None)
@@ -301,7 +299,7 @@ Json = Annotated[
 
 
 def model_or_own(model: Any, no_model: bool) -> Any:
-    """The language model that is named, else whether that of the run's store is taken."""
+    """The model named, else whether to take that of the run's store."""
     if model and no_model:
         raise ConfigError("cannot use both --model and --no-model; leave one of them out")
     return model or not no_model
@@ -324,8 +322,7 @@ class Session:
 
 
 def start(ctx: typer.Context, new: Path | None = None) -> Session:
-    """Begin a command. ConfigError if a path of `--plot` or `--html` cannot be written, or the folder `new` holds
-    something."""
+    """ConfigError if `--plot` or `--html` cannot be written, or the folder `new` holds something."""
     plot, html = (ctx.params.get(name) for name in ("plot", "html"))
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import

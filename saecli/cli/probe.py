@@ -4,8 +4,8 @@ The package sae-probes (pip install 'saecli[probes]') has 113 sets of texts in t
 regression on a text's last token. A sparse probe sees the k latents whose mean codes differ most between the
 classes of its training part; the dense probe sees all dimensions of the activations that the SAE encodes.
 
-AUC and accuracy are cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals (Student's t).
-The difference from the dense probe is taken set by set.
+AUC and accuracy are cross-validated in 5 folds; chance is 0.5. Means over sets, and of the difference from the dense
+probe set by set, have 95% intervals (Student's t).
 
 Cost: by default about 3 minutes per run of tiny-gemma2 on one core. Each text runs through the model up to the
 SAEs' last block; each probe and set takes 65 small regressions.

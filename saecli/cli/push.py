@@ -1,8 +1,8 @@
 """Upload a run to the Hugging Face hub, with a model card.
 
-The SAE is measured as by `sae eval` on its held-out rows, and a card in its folder has the figures; a repository
-without a card gets it too. Files of other formats in the folder are removed. The token is that of `hf auth login`
-or HF_TOKEN, and is not stored.
+The SAE is measured as by `sae eval` on held-out rows; the card in its folder has the figures, and a repository
+without a card gets it too. Removes files of other formats from the folder. The token is that of `hf auth login` or
+HF_TOKEN, and is not stored.
 
 Example: sae push first someone/my-saes --private
 """

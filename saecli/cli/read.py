@@ -3,8 +3,8 @@
 Then lists the strongest latents: the largest code and its token, the number of tokens that each fires on, and how
 often it fires in the run's store. A transcoder's codes are of what it reads.
 
-Special tokens (BOS, a chat's control tokens) and a text's first token, the attention sink where there is no BOS,
-have no codes. A text over 4,096 tokens, or over the model's limit, is read in windows of that length.
+Special tokens (BOS, a chat's control tokens) and a text's first token, the attention sink without BOS, have no codes.
+A text over 4,096 tokens, or the model's limit, is read in windows of that length.
 
 Example: sae read first --prompt "Once upon a time"
 """

@@ -1,12 +1,11 @@
 """Solve for the decoder of an SAE that is optimal on a store's rows.
 
-Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
-same latents fire. One pass over the training rows gives decoder and bias in closed form. A ridge, chosen by
-leave-one-out error, penalises the distance to the rescaled old decoder, or on the rows of its own training to the
-rescaled encoder. Prints FVU, cosine and L0 on held-out rows before and after; with --model also CE recovered and
-KL.
+Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder stays, so the same
+latents fire. One pass over the training rows gives decoder and bias in closed form. A ridge, chosen by leave-one-out
+error, penalises the distance to the rescaled old decoder, or on the rows of its own training to the rescaled
+encoder. Prints FVU, cosine and L0 on held-out rows before and after; with --model also CE recovered and KL.
 
-All is in the metric of its training, if its file has it. Saves a run, unless FVU on held-out rows has risen there.
+Works in the metric of its training, if its file has it. Saves a run, unless held-out FVU has risen in it.
 
 Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
 """

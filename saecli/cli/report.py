@@ -1,10 +1,9 @@
 """Write HTML pages of latents, to be opened from disk.
 
 index.html shows measures, firing frequencies, and a table of all latents to search and sort. Each chosen latent has
-a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
-activations, the nearest latents, those that fire with it and, if the language model is on this machine, the tokens
-that it promotes. FVU, L0 and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears
-whole or not at all.
+a page with texts in which it fires strongest, by strength and at random, a histogram of its activations, its nearest
+latents, those that fire with it and, if the language model is on this machine, the tokens that it promotes. FVU, L0
+and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears whole or not at all.
 
 Example: sae report first --out pages
 """

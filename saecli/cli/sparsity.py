@@ -1,12 +1,12 @@
 """Show how often latents fire, and which are silent or dense.
 
-A latent is silent if it fires on none of the rows measured, dense if it fires on more than a tenth of them, and
-dead if it fired on none of the training rows, known only for SAEs trained here.
+Silent latents fire on none of the rows measured, dense ones on more than a tenth of them; dead ones fired on none of
+the training rows, known only for SAEs trained here.
 
 --plot saves histograms of L0 and of firing frequencies, and for each run a picture of the first rows' codes.
 
-For a crosscoder, counts the latents that all hook points share and those of one alone, by decoder norms and by
-latent scaling.
+For a crosscoder, counts latents that all hook points share and those of one alone, by decoder norms and by latent
+scaling.
 
 Example: sae sparsity first second --plot sparsity.png
 """

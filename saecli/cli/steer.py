@@ -4,8 +4,8 @@ Adds the change of each code times its decoder vector to the activations at ever
 ones (BOS); the reconstruction error stays. A transcoder changes the activations that it predicts, a crosscoder
 those at one hook point, chosen by --model, --layer and --site.
 
-To choose --scale, see the table: the norms of activations and decoder vectors, and each latent's largest codes on
-the prompts and on the run's store. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` steers
+To choose --scale, see the table: norms of activations and decoder vectors, and each latent's largest codes on the
+prompts and the run's store. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` steers
 model.generate.
 
 Example: sae steer first --latent 12 --prompt "Once upon a time"

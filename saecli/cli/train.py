@@ -1,18 +1,17 @@
 """Train a sparse autoencoder from a store or a model.
 
 Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch
-and every 1,000 steps, metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run
-that was stopped or killed resumes with --resume.
+and every 1,000 steps, metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. --resume
+goes on with a run that was stopped or killed.
 
 With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
 comes once, nothing but the run is written, and a stopped run begins anew.
 
-Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values, one
-after another, in one table; if one fails, the others go on.
+Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination, one after another, in
+one table; if one fails, the others go on.
 
---data 'mlp-*' --each trains one SAE for each store with such a name.
-With --target 'out-*' each predicts the store of its layer: a set of transcoders, which `sae export` puts into one
-folder.
+--data 'mlp-*' --each trains one SAE for each store with such a name. With --target 'out-*' each predicts the store
+of its layer: a set of transcoders, which `sae export` puts into one folder.
 
 Example: sae train --solver pam-sgd --act topk --k 32
 """
@@ -159,7 +158,7 @@ def demand_alone(session: Session) -> None:
 
 
 def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[Job]:
-    """The runs to train: for each store of `--each` one for each combination of options."""
+    """For each store of `--each` a run for each combination of options."""
     from ..train.fit import make_plan
     from ..train.jobs import Job, claim_folder, known_job, run_names
     from ..train.runs import Run
@@ -197,7 +196,7 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
 
 
 def train_and_print(session: Session, jobs: Sequence[Job], each: bool = False) -> None:
-    """Train runs in claimed folders, one after another, and print their results; with `each` as of several."""
+    """Train runs in claimed folders, in turn, and print their results; with `each` as of several."""
     from ..show.tables import compared_tables, figures_table, results_table
     from ..train.jobs import train_run
 
@@ -247,7 +246,7 @@ def _draw_curves(folders: Sequence[Path]) -> None:
 
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
-    """The names of a training's stores, and of its target, for each training."""
+    """For each training the names of its stores, and of its target."""
     from ..store.joined import paired
 
     data, target = session.options["data"] or [], session.options["target"]

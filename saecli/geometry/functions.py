@@ -33,12 +33,8 @@ def geometry(
 ) -> dict[str, Any]:
     """Measure the spline that an SAE is: cells, power diagram, margins, references. CLI equivalent: `sae geometry`.
 
-    Args:
-        sae, data, split, home, progress: as in `evaluate`; data is a store or rows of one, since the references are
-            fitted on its training rows.
-
-    Returns:
-        The document that `sae geometry --json` prints for a run. `saecli.draw("geometry", ...)` draws it.
+    Arguments as in `evaluate`; data is a store or rows of one: references are fitted on its training rows. Returns the
+    document of `sae geometry --json` for a run, which `saecli.draw("geometry", ...)` draws.
     """
     from ..measure.measured import ChosenRows
     from .geometry import Limits, measure_geometry

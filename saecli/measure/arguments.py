@@ -1,4 +1,4 @@
-"""Arguments that public functions and their commands share. Imports neither NumPy nor torch: help pages are fast."""
+"""Arguments that public functions and their commands share. Imports neither NumPy nor torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
