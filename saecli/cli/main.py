@@ -116,8 +116,8 @@ def root(
         join_processes()
         if ctx.invoked_subcommand not in TOGETHER:
             raise ConfigError(
-                f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "
-                f"which run in several, got {world()} processes; run it without torchrun"
+                f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, got "
+                f"{world()} processes; run it without torchrun"
             )
 
 
@@ -128,8 +128,7 @@ def sentence_for(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         where = "the GPU" if "CUDA" in str(error) else "the machine"
         return (
-            f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, "
-            "--d-sae"
+            f"out of memory: {where} refused an allocation; use a smaller --batch-size or --d-sae"
         )
     if isinstance(error, OSError) and is_disk_full(error):
         where = f", writing {error.filename}" if error.filename else ""
@@ -162,10 +161,8 @@ def main() -> None:
             raise
         sentence = sentence_for(error)
         if sentence is None:
-            sentence = (
-                f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
-                "it"
-            )
+            said = f"unexpected {type(error).__name__}: {one_line(error)}"
+            sentence = f"{said}; SAE_DEBUG=1 shows where, please report it"
         sentence = printable(" ".join(sentence.split()))
         where = f"process {rank()} of {world()}: " if world() > 1 else ""
         print(f"sae: {where}{sentence}", file=errors)

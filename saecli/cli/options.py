@@ -328,11 +328,11 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 
         check_suffix(Path(plot))
-    if new is not None and not is_free(new):
-        raise ConfigError(
-            f"cannot write to {new}: expected an empty or a new folder, got one in use; name another"
-        )
     if new is not None:
+        if not is_free(new):
+            raise ConfigError(
+                f"cannot write to {new}: expected an empty or a new folder, got one in use; name another"
+            )
         folders = [*reversed(new.absolute().parents), new]
         missing = [folder for folder in folders if not folder.exists()]
         demand_place(missing[0] if missing else partial_path(new))

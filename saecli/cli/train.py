@@ -152,8 +152,7 @@ def demand_alone(session: Session) -> None:
     if others:
         words = ["RUN" if name == "run" else flag_of(name) for name in others]
         raise ConfigError(
-            f"{min(words)} does nothing with --resume, which goes on with the settings of the run that --name names, "
-            "else the newest; leave it out"
+            f"{min(words)} does nothing with --resume, which keeps the run's settings; leave it out"
         )
 
 
@@ -254,7 +253,7 @@ def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
         return [(data, target)]
     if not data:
         raise ConfigError(
-            "--each needs the names of stores: expected --data 'mlp-*' or the like, got none; name them"
+            "--each needs the names of stores, got none; name them, such as --data 'mlp-*'"
         )
     names = session.home.stores.matching(data)
     if target is None:
@@ -286,12 +285,12 @@ def _rows(
         if len(options) > 1:
             raise ConfigError(
                 "--model gives its rows once, to one run: expected one value of each option, got "
-                f"{len(options)} combinations; give one, or make a store by `sae extract`, and train on that"
+                f"{len(options)} combinations; train on a store made by `sae extract`"
             )
         if processes.world_size > 1:
             raise ConfigError(
-                f"--model goes with one process, got {processes.world_size}; run it without torchrun, "
-                "or make a store by `sae extract`, and train on that"
+                f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
+                "train on a store made by `sae extract`"
             )
         return _rows_of_model(session, values, claims, from_sae)
     idle = session.given & {option.name for option in FROM_MODEL}
@@ -319,8 +318,8 @@ def _rows_of_model(
     for name, values in zip(PLACE, places, strict=True):
         if len(values) > 1 or values == ("all",):
             raise ConfigError(
-                f"{flag_of(name)} takes one value in sae train, got {', '.join(map(str, values))}; name "
-                "one, or make stores by `sae extract`, and train on these with --each"
+                f"{flag_of(name)} takes one value in sae train, got {', '.join(map(str, values))}; name one, or "
+                "train with --each on stores made by `sae extract`"
             )
     layer, site = place_given(*(values[0] for values in places))
     names = [option.name for option in FROM_MODEL if option.name not in PLACE]

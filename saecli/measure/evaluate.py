@@ -165,8 +165,7 @@ def evaluate_all(
         entries += [*entry.get("hook_points", ()), *entry.get("sources", ())]
     if any(entry.get("ce_recovered", 0) is None for entry in entries):
         listener.note(
-            "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
-            "clearly, so there is nothing to recover"
+            "ce_recovered is not defined (-): zeros at the hook point do not clearly raise cross-entropy"
         )
     return documents
 
@@ -341,8 +340,7 @@ def note_doubts(
         if few or (measured_on.inputs and measured_on.rows < FEW_ROWS):
             of = f" of {counted(few, 'document')}" if few else ""
             listener.note(
-                f"{measured_on.name}: warning: figures on {counted(measured_on.rows, 'row')}{of} are noise: other "
-                "rows give other ones; store more"
+                f"{measured_on.name}: warning: figures on {counted(measured_on.rows, 'row')}{of} are noise; store more"
             )
     for measured, document in zip(measured_saes, documents, strict=True):
         sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()

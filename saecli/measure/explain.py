@@ -1,4 +1,4 @@
-"""Labels of an SAE's latents, scored on held-out texts, also with the labels shuffled among latents."""
+"""Labels of latents, scored on held-out texts, also shuffled among latents."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -68,7 +68,9 @@ def label_latents(
         labels_by_rule = {latent: rule.label for latent, rule in labels.items()}
         endpoint = Endpoint(server, path.with_name(ANSWERS), listener)
         by_judge = _judged(endpoint, excerpts, labels_by_rule)
-        everything = add_labels(path, "model", _labels_by_model(by_judge["judged"]), d_sae)
+        of_model = (line for line in by_judge["judged"] if line["labels"] == "model")
+        by_model = {line["latent"]: Label(line["label"], line["scores"]) for line in of_model}
+        everything = add_labels(path, "model", by_model, d_sae)
     return {
         "run": run.subject.name,
         "data": run.rows.name,
@@ -79,11 +81,6 @@ def label_latents(
         "scores": [_means("rule", scores), _means("rule, shuffled", floor)],
         **by_judge,
     }
-
-
-def _labels_by_model(judged: Iterable[Mapping[str, Any]]) -> dict[int, Label]:
-    by_model = (line for line in judged if line["labels"] == "model")
-    return {line["latent"]: Label(line["label"], line["scores"]) for line in by_model}
 
 
 def _scores(

@@ -103,20 +103,17 @@ def demand_probed(probed: Sequence[Placement], k: Sequence[int]) -> None:
         )
     if len({each.prepend_bos for each in probed}) > 1:
         raise ConfigError(
-            "cannot probe together SAEs of windows with and without special tokens before the text; "
-            "probe them by separate commands"
+            "cannot probe SAEs with and without special tokens before the text together; use two commands"
         )
     for each in probed:
         if each.sae.widths:
             raise ConfigError(
                 f"probing with {each.name} is not defined: expected an SAE or a transcoder, got a "
-                "crosscoder, whose codes have no single hook point to compare by a dense probe; name "
-                "another run"
+                "crosscoder, whose codes have no single hook point; name another run"
             )
         if max(k) > each.sae.d_sae:
             raise ConfigError(
-                f"--k must be at most the number of latents, {each.sae.d_sae} of {each.name}, got "
-                f"{max(k)}"
+                f"--k must be at most {each.sae.d_sae}, the latents of {each.name}, got {max(k)}"
             )
 
 
@@ -255,8 +252,7 @@ class LastTokens:
         x = {point: torch.cat(parts)[restored] for point, parts in of_points}
         if not all(activations.isfinite().all() for activations in x.values()):
             raise ConfigError(
-                f"{self._model.source.name} has activations that are not finite; name another --layer, "
-                "or run it on a --device with another precision"
+                f"{self._model.source.name} has activations that are not finite; use another --layer or --device"
             )
         return x
 
@@ -264,8 +260,8 @@ class LastTokens:
         encoded, _ = text_ids(self._model.tokenizer, text, self._affixes.prefix)
         if not encoded:
             raise ModelError(
-                f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "
-                "one; use another model, or leave its set out of --sets"
+                f"{self._model.source.name} reads no token in the text {text[:40]!r}; use another model, or leave "
+                "its set out of --sets"
             )
         before = [*self._affixes.prefix, *encoded[-self._room :]]
         token_ids = np.array([*before, *self._affixes.suffix], np.int64)
@@ -279,9 +275,8 @@ class Sets:
         package = find_spec(PACKAGE)
         if package is None or find_spec("zstandard") is None:
             raise ModelError(
-                "the labelled sets are missing: expected the packages sae-probes and zstandard; run `pip "
-                "install 'saecli[probes]'`, or for the data alone `pip install zstandard && pip install "
-                "--no-deps sae-probes`"
+                "the labelled sets are missing: run `pip install 'saecli[probes]'`, or for the data alone `pip "
+                "install zstandard && pip install --no-deps sae-probes`"
             )
         assert package.submodule_search_locations is not None  # it is a folder
         folder = Path(package.submodule_search_locations[0], "data")

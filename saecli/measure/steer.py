@@ -76,15 +76,12 @@ class Change(NamedTuple):
             return self
         if not on_store.rows:
             self.demand_scales(
-                f": the store that {self.placement.name} was trained on is not here to take each latent's "
-                "largest code from"
+                f": the store of {self.placement.name}'s training, with the largest codes, is not here"
             )
         for latent, code in zip(self.latents, on_store.codes, strict=True):
             if code <= 0:
-                self.demand_scales(
-                    f": latent {latent} does not fire on {counted(on_store.rows, 'row')} of the run's "
-                    "store"
-                )
+                rows = counted(on_store.rows, "row")
+                self.demand_scales(f": latent {latent} does not fire on {rows} of the run's store")
         return self._replace(scales=on_store.codes)
 
 
@@ -133,8 +130,8 @@ def steerable(
     crosscoder = placement(opened, None, None)
     if method != "add":
         raise ConfigError(
-            f"--method must be add with {crosscoder.name}: a crosscoder's codes need the activations at "
-            f"all its hook points at once, got {method}"
+            f"--method must be add with {crosscoder.name}, a crosscoder, whose codes need all hook points at "
+            f"once, got {method}"
         )
     name = model if isinstance(model, str | None) else model.spec
     if name is not None and Path(name).is_dir():  # as stores name it
