@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import saecli
 from saecli.cli.main import main
-from saecli.model.names import TINY_GEMMA2
+from saecli.model import TINY_GEMMA2
 from saecli.model.saes import fold_in
 from saecli.sae import formats
 from saecli.sae.activations import ACTIVATIONS, Activation, Relu, activation_to_json

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import saecli
 from saecli.base.console import Silent
 from saecli.base.home import Home
-from saecli.model.names import TINY_GEMMA2
+from saecli.model import TINY_GEMMA2
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.codes import Codes
 from saecli.sae.dictionary import SAE

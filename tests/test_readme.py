@@ -13,7 +13,7 @@ from homes import CommandLine
 
 import saecli
 from saecli.cli.main import COMMANDS, load_command
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import saecli
 from saecli.extract.readers import STDLIB_DOCS
 from saecli.extract.texts import TextSource
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.show.style import COLOURS, figure
 
 WORDS = (

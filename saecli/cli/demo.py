@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from ..model.names import TINY_GEMMA2
+from ..model import TINY_GEMMA2
 from .options import PATH, Json, start
 
 ROWS = 20_000

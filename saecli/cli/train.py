@@ -32,7 +32,7 @@ from ..base.options import options_from
 from ..base.processes import communicator
 from ..base.words import flag_of
 from ..extract.options import ExtractConfig
-from ..model.names import TINY_GEMMA2
+from ..model import TINY_GEMMA2
 from ..sae.activations import ACTIVATIONS
 from ..store.origin import place_given
 from ..train import SOLVERS

@@ -13,7 +13,7 @@ from ..base.home import Home
 from ..base.words import number, unknown_choice
 from ..measure.evaluate import evaluate_all
 from ..measure.measured import Measured
-from ..model.names import BUNDLED
+from ..model import BUNDLED
 from ..model.saes import notes_on_writing, open_sae
 from ..sae import formats
 from ..sae.dictionary import SAE

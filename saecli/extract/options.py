@@ -10,7 +10,7 @@ from ..base.errors import ConfigError
 from ..base.files import expanded
 from ..base.options import Config, Count, Positive, Shown, options_of
 from ..base.words import counted, flag_of
-from ..model.names import TINY_GEMMA2, ModelDtype
+from ..model import TINY_GEMMA2, ModelDtype
 from ..store.options import MAX_NORM_HELP, StoredDtype
 from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, reader_of
 from .texts import Mixture, TextSource

@@ -15,7 +15,7 @@ from ..base.errors import ConfigError
 from ..base.home import STORE_MARKER, Shelf, checked_name
 from ..base.processes import Communicator
 from ..base.words import unknown_choice
-from ..model.names import ModelDtype
+from ..model import ModelDtype
 from ..model.tokenizer import affixes
 from ..store.opening import DERIVED, finished_store
 from ..store.origin import SITES, HookPoint, module_site

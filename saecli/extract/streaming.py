@@ -14,7 +14,7 @@ from ..base.errors import ConfigError
 from ..base.files import expanded
 from ..base.home import Home
 from ..base.processes import ALONE
-from ..model.names import TINY_GEMMA2
+from ..model import TINY_GEMMA2
 from ..store.blocks import ADMITTED, Admission
 from ..store.origin import Origin, last_layer
 from ..store.schema import StoreMeta

@@ -1,6 +1,5 @@
 """A language model: where it is, its tokenizer, modules and hook points, and forward passes.
 
-names.py            bundled models and dtypes
 source.py           where a model is: bundled, a folder, a GGUF file, the hub, loaded by the user
 choice.py           which of these is meant
 tokenizer.py        special tokens, token ids as text
@@ -11,4 +10,14 @@ modules.py          modules and sites by name, activations there
 language_model.py   a model and its forward passes
 windows.py          batches of windows of tokens
 unembedding.py      tokens that a direction promotes
+
+Imports neither NumPy nor torch: help pages are fast.
 """
+
+from pathlib import Path
+from typing import Literal, get_args
+
+TINY_GEMMA2 = "tiny-gemma2"
+BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
+MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)

@@ -23,8 +23,8 @@ from ..sae.formats.common import NORMALIZED, TO_FIT, SavedSAE, Z, hook_name
 from ..sae.library import SAELike, Subject, read_sae
 from ..store.arrays import naming
 from ..store.origin import HookPoint, Origin
+from . import BUNDLED
 from .families import FAMILIES, MODEL_TYPES, Family
-from .names import BUNDLED
 
 FOLDED = {  # sites after what is folded in, and what the rows lack
     NORMALIZED: ("mlp_in", "before the norm's weight"),

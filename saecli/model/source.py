@@ -45,7 +45,7 @@ from ..base.network import why_refused, why_unreachable
 from ..sae.dictionary import name_of
 from ..store.origin import ModelName
 from ..store.schema import hash_request
-from .names import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
+from . import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
 GGUF = ".gguf"
 # Files in a model's folder that neither its weights nor its tokenizer are read from.

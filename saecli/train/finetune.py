@@ -20,9 +20,9 @@ from ..extract.chats import REPEATED
 from ..extract.options import ExtractConfig
 from ..extract.plan import Selection
 from ..extract.streaming import Streamed, open_stream
+from ..model import ModelDtype
 from ..model.choice import check_rows
 from ..model.language_model import LanguageModel
-from ..model.names import ModelDtype
 from ..model.saes import open_sae
 from ..model.source import ModelSource
 from ..model.windows import stored_windows

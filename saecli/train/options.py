@@ -29,7 +29,7 @@ from ..base.options import (
 from ..base.processes import ALONE, Communicator
 from ..extract.options import ExtractConfig
 from ..extract.readers import STDLIB_DOCS, TEXT_FILES
-from ..model.names import ModelDtype
+from ..model import ModelDtype
 from ..sae.activations import sparsity_names
 
 if TYPE_CHECKING:

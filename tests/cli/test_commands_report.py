@@ -23,7 +23,7 @@ from reports import (
 import saecli
 from saecli.measure.latents import LEAST_TOGETHER, bin_edges
 from saecli.measure.report import SAMPLED_TEXTS
-from saecli.model.names import TINY_GEMMA2
+from saecli.model import TINY_GEMMA2
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
 from saecli.show.report import write_pages

@@ -18,7 +18,7 @@ from training_speed import new_solver
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.codes import Codes, at
 from saecli.sae.dictionary import Batch

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from saecli.base.home import Home
 from saecli.extract.readers import stdlib_docstrings
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import rank_folder, read_meta
 

@@ -9,7 +9,7 @@ from homes import CommandLine
 from launching import captured, python_with
 
 from saecli.extract.readers import stdlib_docstrings
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.model.windows import stored_windows
 from saecli.store.reader import ActivationStore
 

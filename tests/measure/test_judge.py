@@ -38,7 +38,7 @@ from saecli.measure.judge import (
     verdicts_of,
 )
 from saecli.measure.labels import derange
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 
 ANIMALS = ("cat", "dog", "fish", "bird")
 FILLING = "the a sat on mat in house red blue ran to and tree".split()

@@ -21,7 +21,7 @@ from homes import (
 )
 
 import saecli
-from saecli.model.names import TINY_GEMMA2
+from saecli.model import TINY_GEMMA2
 from saecli.sae.dictionary import SAE
 
 QUICK = "train --epochs 2 --batch-size 64 --data rows"

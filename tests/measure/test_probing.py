@@ -30,7 +30,7 @@ from saecli.measure.probes import (
     most_different,
     sparse_scores,
 )
-from saecli.model.names import TINY_GEMMA2
+from saecli.model import TINY_GEMMA2
 from saecli.store.origin import HookPoint
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import save_native

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from saecli.base.errors import ModelError
+from saecli.model import TINY_GEMMA2
 from saecli.model import source as model_source
 from saecli.model.language_model import LanguageModel, load_tokenizer
-from saecli.model.names import TINY_GEMMA2
 from saecli.model.source import find_model
 from saecli.model.tokenizer import TokenTexts
 from saecli.model.unembedding import LOGIT_BINS, Unembedding

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, WIDTH, loaded, save_model, stored
 from transformers import BloomConfig, GemmaConfig, GPTJConfig
 
-from saecli.model.names import BUNDLED
+from saecli.model import BUNDLED
 from saecli.model.saes import fold_in, why_not_folded
 from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE

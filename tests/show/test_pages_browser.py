@@ -13,7 +13,7 @@ from opened_pages import SOURCE, interesting, needs_browser
 from reports import NASTY, index_of
 
 import saecli
-from saecli.model.names import TINY_GEMMA2
+from saecli.model import TINY_GEMMA2
 from saecli.show.prompts import write_prompt_page
 
 pytestmark = needs_browser

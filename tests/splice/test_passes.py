@@ -28,8 +28,8 @@ from transformers import (
 import saecli
 from saecli.extract.texts import Document
 from saecli.extract.windows import Cutter
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.model.language_model import LanguageModel
-from saecli.model.names import BUNDLED, TINY_GEMMA2
 from saecli.model.source import find_model
 from saecli.model.windows import stored_windows
 from saecli.sae.activations import Relu, TopK

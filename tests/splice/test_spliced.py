@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import saecli
-from saecli.model.names import BUNDLED, TINY_GEMMA2
+from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 
