@@ -103,7 +103,7 @@ def demand_probed(probed: Sequence[Placement], k: Sequence[int]) -> None:
         )
     if len({each.prepend_bos for each in probed}) > 1:
         raise ConfigError(
-            "cannot probe SAEs with and without special tokens before the text together; use two commands"
+            "cannot probe together SAEs with and without special tokens; probe them by separate commands"
         )
     for each in probed:
         if each.sae.widths:
