@@ -42,9 +42,7 @@ def demand_version(text: str | bytes, newest: int, oldest: int = 1) -> None:
     """ValueError if a document's `format_version` is missing, newer than `newest` or older than `oldest`."""
     version = parse_json(text, _Versioned).format_version
     if version < oldest:
-        raise ValueError(
-            f"expected format version {oldest}, got {version}, of an older saecli: make it anew"
-        )
+        raise ValueError(f"expected format version {oldest}, got {version}, of an older saecli")
     if version > newest:
         raise ValueError(
             f"expected format version {newest} or older, got {version}; upgrade saecli to read it"

@@ -108,7 +108,7 @@ def document(tmp_path_factory):
         ({"format_version": 5}, "expected format version 4 or older, got 5; upgrade saecli"),
         (
             {"format_version": 3},
-            "expected format version 4, got 3, of an older saecli: make it anew",
+            "expected format version 4, got 3, of an older saecli",
         ),
         ({"format_version": None}, "format_version: expected a valid integer, got None"),
         ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
