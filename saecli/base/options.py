@@ -196,7 +196,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         from .devices import as_usual  # imports torch, as the function does
 
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:  # which does not name the function
+            raise TypeError(f"{function.__name__}() {error}") from None
         for name, value in bound.arguments.items():
             if name in options and options[name].kind is signature.parameters[name].annotation:
                 bound.arguments[name] = options[name].checked(value)

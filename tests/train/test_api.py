@@ -231,6 +231,15 @@ def test_import_is_light_and_every_name_is_there_and_typed():
     assert (Path(saecli.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((), "missing a required argument"), ((5, "x", 7), "too many")],
+)
+def test_a_wrong_call_names_the_function(arguments: tuple[object, ...], said: str):
+    with pytest.raises(TypeError, match=rf"steer\(\) .*{said}"):
+        saecli.steer("first", *arguments)
+
+
 def test_a_type_checker_knows_the_names_that_are_imported_on_first_use():
     tree = ast.walk(ast.parse(Path(saecli.__file__).read_text()))
     typed = {
