@@ -14,6 +14,7 @@ Names are imported on first use, so that `import saecli` is fast.
 import importlib as _importlib
 import os as _os
 import sys as _sys
+from functools import wraps as _wraps
 
 try:
     import fcntl as _fcntl  # noqa: F401
@@ -69,12 +70,19 @@ else:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_importlib.import_module(f".{_MODULES[name]}", __name__), name)
-        if isinstance(value, type) or "torch" not in _sys.modules:
+        if isinstance(value, type):
             return value
-        from .base.devices import as_usual
 
-        function = globals()[name] = as_usual(value)
+        @_wraps(value)
+        def function(*args, **kwargs):
+            if "torch" not in _sys.modules:  # whose settings are as it starts then
+                return value(*args, **kwargs)
+            from .base.devices import as_usual
+
+            return as_usual(value)(*args, **kwargs)
+
         function.__module__ = __name__  # where pickle finds it
+        globals()[name] = function
         return function
 
 

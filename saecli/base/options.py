@@ -188,14 +188,12 @@ R = TypeVar("R")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: it runs `as_usual`, with arguments checked if their options have their type, and its
-    docstring gets the help of all."""
+    """Decorate a public function: arguments are checked if their options have their type, and its docstring gets the
+    help of all."""
     signature, options = inspect.signature(function), arguments_of(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        from .devices import as_usual  # imports torch, as the function does
-
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not name the function
@@ -203,7 +201,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in bound.arguments.items():
             if name in options and options[name].kind is signature.parameters[name].annotation:
                 bound.arguments[name] = options[name].checked(value)
-        return as_usual(function)(*bound.args, **bound.kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     _add_help(call, options)
     return call
