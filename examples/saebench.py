@@ -19,7 +19,8 @@ from torch import Tensor
 
 import saecli
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats.hooks import hook_name
+from saecli.sae.formats.common import hook_name
+from saecli.store.origin import HookPoint
 
 SITES = ("resid_post", "resid_pre", "attn_out", "mlp_out")  # in all of TransformerLens' models
 LLM_BATCH = 32
@@ -39,8 +40,9 @@ class Benched(BaseSAE):
                 f"SAEBench takes an SAE that reconstructs one hook point: expected one of {', '.join(SITES)}, got "
                 f"{'several' if sae.widths else site}{f' -> {target}' if target else ''}; name another run"
             )
-        sizes = sae.d_in, sae.d_sae, model, sae.cfg["layer"]
-        super().__init__(*sizes, torch.device(device), dtype, hook_name(sae.cfg))
+        point = HookPoint(sae.cfg["layer"], site)
+        sizes = sae.d_in, sae.d_sae, model, point.layer
+        super().__init__(*sizes, torch.device(device), dtype, hook_name(point))
         self.sae = sae.copy_to(torch.device(device))
         norms = self.sae.W_dec.norm(dim=1)
         unit = self.sae.W_dec / norms.clamp(min=torch.finfo(norms.dtype).tiny)[:, None]

@@ -27,6 +27,7 @@ DOORS = {
     "rich": {"base", "show", "cli"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.py"))
 
 
 def unit(path: Path) -> str:
@@ -80,6 +81,14 @@ def test_a_module_imports_only_rooms_below_its_own():
         for name in imported_units(path) & {*ROOMS[: ROOMS.index(unit(path))]}
     ]
     assert wrong == []
+
+
+def test_what_scripts_import_of_the_package_is_there():
+    """Of scripts, too, that need a library of their own and that no default test runs."""
+    for script in SCRIPTS:
+        for node in nodes(script):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("saecli"):
+                exec(ast.unparse(node), {})
 
 
 def test_the_top_of_the_package_is_its_rooms_a_readme_and_two_files():
