@@ -25,9 +25,8 @@ from ..store.values import Spread
 ArrayLike = Tensor | numpy.typing.ArrayLike
 # Read at a time where the order does not matter; and sampled to choose alpha, or to set thresholds on rows kept out.
 BLOCK_ROWS = 4096
-# Rows per unknown of a row's least squares, latents or dimensions. Decoder steps that used all 117 took 1.4 times as
-# long on tiny-gemma2, and were no better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of
-# 0.145.
+# Rows per unknown of a row's least squares, latents or dimensions. Decoder steps that used all 117 on tiny-gemma2 were
+# no better: FVU 0.1346 instead of 0.1333.
 PASS_ROWS = 32
 # A sample for the initial scale, smoothing and revival, and for thresholds if no rows are kept out.
 SAMPLED_ROWS = 2048
@@ -300,14 +299,19 @@ class Smoothing:
             first, second = first[batch.index], second[batch.index]
         first, second = moved(torch.stack([first, second]), x.device)
         both = (self._squares[first] + self._squares[second]).clamp(min=torch.finfo(x.dtype).tiny)
-        relative = ((x - self._mean).square().sum(1) / both).sqrt()
+        relative = ((x - self._mean).square_().sum(1) / both).sqrt()
         step = (self.width * relative)[:, None]
-        moved_x = x + step * (self.sample[first] - self.sample[second])
+
+        def moved_by(sample: Tensor, rows: Tensor) -> Tensor:
+            # In place, and not by indexing, in half the time.
+            difference = sample.index_select(0, first).sub_(sample.index_select(0, second))
+            return difference.mul_(step).add_(rows)
+
+        moved_x = moved_by(self.sample, x)
         if batch.y is x:
             return replace(batch, x=moved_x, y=moved_x)
         assert self.targets is not None
-        moved_y = batch.y + step * (self.targets[first] - self.targets[second])
-        return replace(batch, x=moved_x, y=moved_y)
+        return replace(batch, x=moved_x, y=moved_by(self.targets, batch.y))
 
 
 def part_of(communicator: Communicator) -> Part:

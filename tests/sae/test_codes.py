@@ -8,7 +8,7 @@ from homes import activation_of, normal
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
-from saecli.sae.codes import DENSITY, Codes, SparseCodes, few_entries, joined
+from saecli.sae.codes import DENSITY, Codes, SparseCodes, few_entries, joined, largest_of_rows
 from saecli.sae.dictionary import SAE, Batch
 
 B, D, F = 30, 7, 50
@@ -113,6 +113,16 @@ def test_non_zeros_are_searched_for_where_they_are_few() -> None:
     assert few_entries(matrix(1.5 * DENSITY) != 0) is None
     few = matrix(0.5 * DENSITY)
     assert torch.equal(few_entries(few != 0), few.flatten().nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("levels", [3, 10**6])  # of values: mostly equal, or distinct
+def test_places_of_the_largest_ascend_and_hold_topks_values(levels: int) -> None:
+    values = torch.randint(levels, (B, F), generator=torch.Generator().manual_seed(5)).float()
+    values[3, 5], values[4, 6] = torch.nan, -torch.inf
+    places = largest_of_rows(values, 7)
+    assert (places.diff() > 0).all()
+    kept, expected = values.gather(1, places), values.topk(7).values
+    torch.testing.assert_close(kept.sort(descending=True).values, expected, equal_nan=True)
 
 
 def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:

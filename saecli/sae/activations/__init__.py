@@ -243,9 +243,9 @@ class Largest(KeepsK):
         return pre
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from ..codes import at
+        from ..codes import at, largest_of_rows
 
-        return at(pre, self.ranking(pre.detach()).topk(self.k, dim=-1, sorted=False).indices)
+        return at(pre, largest_of_rows(self.ranking(pre.detach()), self.k))
 
 
 @dataclass(frozen=True)

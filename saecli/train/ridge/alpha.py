@@ -82,19 +82,21 @@ def press_of(
     )
     rows, prefixes, _ = sample.psi.shape
     right = sample.C + terms.mu * W_t if terms.mu else sample.C  # (F, E)
-    # Random sums of the columns determine c.
-    signs = (torch.eye(E) if E <= PROBES else random_signs(E)).to(right)
+    if T0 is not None:
+        T0 = T0.double()
+        # Random sums of the columns determine c.
+        signs = (torch.eye(E) if E <= PROBES else random_signs(E)).to(right)
+        mixed_T0, mixed_right = T0 @ signs, right @ signs  # (F, p)
 
     def press(M: Factorisation) -> float:
         u, slack, residual = M.fits(sample)
         if terms.mu:
             residual = residual - terms.mu * (u.T @ W_t)
         if T0 is not None:
-            mixed_T0 = T0.double() @ signs  # (F, p)
-            both = M.solve(torch.cat([right @ signs, mixed_T0], 1))
-            untargeted, along = both.chunk(2, 1)
-            c = best_multiple(mixed_T0, untargeted, along, M.alpha)
-            residual = residual - c * M.alpha * (u.T @ T0.double())
+            along = M.solve(mixed_T0)
+            fitted = (along * mixed_right).sum().item()  # since M is symmetric
+            c = best_multiple(mixed_T0, fitted, along, M.alpha)
+            residual = residual - c * M.alpha * (u.T @ T0)
         # An eigenvalue near 0 belongs to a row that alone determines its fit.
         values, vectors = torch.linalg.eigh(slack)
         inverse = (vectors / values.clamp(min=1e-12)[:, None]) @ vectors.mT

@@ -94,7 +94,8 @@ def optimal_decoder(
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, F^3 / 3 for needless latents.
     """
     plain = factorisation or system.factorise(terms)
-    E, alpha, T0 = terms.d_out, plain.alpha, terms.direction
+    E, alpha = terms.d_out, plain.alpha
+    T0 = None if terms.direction is None else terms.direction.double()
     s, centre = terms.shrink(system.rows), terms.centre(system.rows, system.y_bar)
     M = plain if terms.skip is None else WithSkip(plain, terms.skip, centre)
 
@@ -103,8 +104,8 @@ def optimal_decoder(
         W += M.solve(terms.mu * terms.W_t.double())
     c = 0.0
     if T0 is not None:
-        along = M.solve(T0.double())
-        c = best_multiple(T0.double(), W, along, alpha)
+        along = M.solve(T0)
+        c = best_multiple(T0, (T0 * W).sum().item(), along, alpha)
         W.add_(along, alpha=c * alpha)
     S = M.skip_for(W)
     b = centre[:E] - s * (system.u @ W + system.y_bar[E:] @ S)
@@ -116,7 +117,7 @@ def optimal_decoder(
         missed_least = least_missed(W, M.inverse(), varies, needless)
     return DecoderState(
         c=c,
-        Delta=W if T0 is None else W.sub_(T0.double(), alpha=c),
+        Delta=W if T0 is None else W.sub_(T0, alpha=c),
         b=b,
         alpha=alpha,
         relative_alpha=alpha / max(system.scale(s), sys.float_info.min),
@@ -185,18 +186,18 @@ class WithSkip(Factorisation):
         return self._M.residual()
 
 
-def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
-    """The c that minimises the objective jointly with `W(c) = untargeted + c alpha along`, where `untargeted` is
-    M (C + mu W_t) and `along` M T0, (F, E) each, their columns perhaps mixed alike:
+def best_multiple(T0: Tensor, fitted: float, along: Tensor, alpha: float) -> float:
+    """The c that minimises the objective jointly with `W(c) = W(0) + c alpha along`, where W(0) is M (C + mu W_t),
+    `along` M T0, (F, E) each, their columns perhaps mixed alike, and `fitted` <T0, W(0)>:
 
-        -2 alpha <T0, W(c) - c T0> = 0        c = <T0, untargeted> / <T0, T0 - alpha along>
+        -2 alpha <T0, W(c) - c T0> = 0        c = <T0, W(0)> / <T0, T0 - alpha along>
 
     If no code varies every c is equally good; 1 keeps the encoder's gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= 1e-14 * T0.square().sum().item():  # rounding
         return 1.0
-    return (T0 * untargeted).sum().item() / curvature
+    return fitted / curvature
 
 
 def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
