@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
@@ -132,8 +132,23 @@ def products_in(precision: str) -> AbstractContextManager[Any]:
     return _Cast() if precision == "bf16" else nullcontext()
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which matrices of a dtype are multiplied here."""
+    return torch.bfloat16 if _Cast.depth else dtype
+
+
 class _Cast(TorchDispatchMode):
     """Casts factors of products to bfloat16, and products back, in backward passes too."""
+
+    depth: ClassVar[int] = 0
+
+    def __enter__(self) -> Self:
+        _Cast.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _Cast.depth -= 1
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self,

@@ -85,7 +85,7 @@ def command(
         Literal[tuple(ACTIVATIONS)],  # type: ignore[valid-type]
         typer.Option(
             help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
-            "--k, has the least error, in 2 to 3 times the time.",
+            "--k, has the least error, in 2 to 3 times topk's time.",
         ),
     ] = "relu",
     data: Annotated[

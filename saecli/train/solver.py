@@ -103,8 +103,11 @@ class Solver(Descent):
         for batch in rows.some(due.rows, due.step):
             if not due.last:
                 batch = self.smoothing(batch, draws)
+            # Cosines of latents are made for each block.
+            whole = self.dictionary.activation.one_scale
+            blocks = (batch.x,) if whole else in_cache(batch.x)
             with products_in("float32" if due.last else self.task.training.precision):
-                codes = joined([self.dictionary.codes(part) for part in in_cache(batch.x)])
+                codes = joined([self.dictionary.codes(part) for part in blocks])
             yield codes, batch
 
     def state(self) -> dict[str, Tensor]:

@@ -285,8 +285,8 @@ class MatchingPursuit(KeepsK):
         j = argmax s over latents not yet chosen,  v = max(s_j, 0),  z_j = v ||w_j||,  s_i <- s_i - v cos(w_i, w_j)
 
     so that latents of similar directions do not all code for what one explains. The gradient holds the choice. With a
-    decoder in closed form this is the method of optimal directions. Cost: k products (B, D) by (D, F), or if F <= 4 B
-    one of (F, D) by (D, F).
+    decoder in closed form this is the method of optimal directions. Cost: k passes over (B, F), and k products (B, D)
+    by (D, F), or if F <= k B half of one of (F, D) by (D, F).
 
     Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Engan, Aase and Husoy,
     "Method of optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
@@ -297,46 +297,9 @@ class MatchingPursuit(KeepsK):
     one_scale: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        import torch
-        from torch.nn.functional import embedding
+        from ..pursuit import pursued
 
-        from ..codes import at
-
-        W_enc, tiny = parameters["W_enc"], torch.finfo(pre.dtype).tiny
-        size = W_enc.detach().abs().max().clamp(min=tiny)  # whose square need not be finite
-        scaled = (W_enc / size).norm(dim=0).clamp(min=tiny)
-        norms = size * scaled  # (F,)
-        directions = (W_enc / size / scaled).T  # (F, D)
-        with torch.no_grad():
-            indices, active = self._chosen(pre / norms, directions)
-
-        def differentiable(values: Tensor) -> Tensor:
-            """`z = v ||w||` where `(I + L) v = s`, L the strictly lower part of the cosines of the chosen latents."""
-            chosen = embedding(indices, directions)  # (B, K, D)
-            sizes = embedding(indices, norms[:, None])  # (B, K, 1)
-            v = torch.linalg.solve_triangular(
-                chosen @ chosen.mT, values[..., None] / sizes, upper=False, unitriangular=True
-            )
-            return (v * sizes)[..., 0] * active
-
-        return at(pre, indices, differentiable)
-
-    def _chosen(self, left: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's latents in order of choice, and whether each adds to it, (B, K); `left`: s."""
-        import torch
-
-        chosen, parts = [], []
-        # With few latents all cosines cost less than the chosen alone.
-        all_cosines = len(directions) <= min(self.k, 4) * len(left)
-        cosines = directions @ directions.T if all_cosines else None
-        for _ in range(self.k):
-            part, latent = left.max(dim=1)
-            chosen.append(latent)
-            parts.append(part.relu_())
-            explained = directions[latent] @ directions.T if cosines is None else cosines[latent]
-            left = left.addcmul_(explained, part[:, None], value=-1)
-            left = left.scatter_(1, latent[:, None], -torch.inf)
-        return torch.stack(chosen, 1), torch.stack(parts, 1) > 0
+        return pursued(pre, parameters["W_enc"], self.k)
 
 
 KINDS = (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit)
