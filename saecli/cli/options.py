@@ -225,8 +225,7 @@ def _read_config(ctx: typer.Context, path: Path) -> dict[str, Any]:
         if name not in params:
             advice = did_you_mean(name, params) or "see `--help-all`"
             raise ConfigError(
-                f"cannot use {path}: expected the long name of an option of `sae {ctx.info_name}`, "
-                f"got {name}; {advice}"
+                f"cannot use {path}: expected the long name of an option of `sae {ctx.info_name}`, got {name}; {advice}"
             )
         if value == []:
             raise ConfigError(f"cannot use {path}: {name} takes one value or more, got none")

@@ -31,7 +31,6 @@ def command(
     document = session.call(report, sae=run, **{**options, "model": model})
     session.print_result_and_notes(
         document,
-        f"wrote {document['index']}, with pages of {document['pages']:,} of "
-        f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it in a "
-        "browser",
+        f"wrote {document['index']}, with pages of {document['pages']:,} of {document['latents']:,} latents, "
+        f"{size_words(document['bytes'])} in all; open it in a browser",
     )

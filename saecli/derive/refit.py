@@ -241,8 +241,7 @@ def _notes(refitted: Refitted) -> list[str]:
         notes.append("its file has no metric of training: ridge and FVU are of raw rows")
     if decoder.relative_alpha > HELD:
         notes.append(
-            f"the decoder is {refitted.target} times {decoder.c:.3g}: {refitted.rows:,} rows are too few "
-            "to improve it"
+            f"the decoder is {refitted.target} times {decoder.c:.3g}: {refitted.rows:,} rows are too few to improve it"
         )
     if decoder.residual > 2 * TOLERANCE:
         notes.append(

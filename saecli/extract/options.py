@@ -133,9 +133,8 @@ class ExtractConfig(Config):
     positions: Annotated[
         Literal["all", "last", "assistant"],
         Shown(
-            "all: one row per token that is not special; last: one row per document, the last "
-            "token of its first window, as in the paper; assistant: of chats, what the "
-            "assistant says."
+            "all: one row per token that is not special; last: one row per document, the last token of its first "
+            "window, as in the paper; assistant: of chats, what the assistant says."
         ),
     ] = "all"
     max_norm_multiple: Annotated[float | None, Ge(1), Shown(MAX_NORM_HELP)] = None

@@ -18,8 +18,7 @@ def geometry(
     fit_rows: Annotated[
         Count,
         Shown(
-            "Most training rows to fit k-means and local PCA on, held in memory; up to 50,000, "
-            "at most 256 MiB of them."
+            "Most training rows to fit k-means and local PCA on, held in memory; up to 50,000, at most 256 MiB of them."
         ),
     ] = 50_000,
     radius: Annotated[

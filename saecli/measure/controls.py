@@ -62,8 +62,7 @@ def original_of(
     trained = subject.complete and document.get("solver", {}).get("name") in SOLVERS
     if not trained or "init" in document:
         raise RunError(
-            f"{subject.name} has no controls: expected a finished run of `sae train`, without --init; name "
-            "another"
+            f"{subject.name} has no controls: expected a finished run of `sae train`, without --init; name another"
         )
     plan = reopen_run(home, subject.path, document, listener, "make controls of").plan
     assert plan.test_rows is not None  # a run's, which has a store
@@ -102,8 +101,7 @@ class Controls:
         measured = [self.run]
         if not self.plan.solver.can_fix:
             self.notes.append(
-                "fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
-                "to fix both"
+                "fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is to fix both"
             )
             return self._lines(measured, model, tokens)
         for control, fixed in FIXED.items():

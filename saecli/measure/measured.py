@@ -252,9 +252,8 @@ class ChosenRows:
         """The stores that an SAE was trained on, else the newest."""
         if subject.streamed and subject.data not in self.home.stores:
             raise ConfigError(
-                f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
-                "store, or make one of its text by `sae extract "
-                f"{shlex.join(words_of(subject.streamed))}`"
+                f"--data is needed: {subject.name} was trained on rows that were not stored; name a store, or make one "
+                f"of its text by `sae extract {shlex.join(words_of(subject.streamed))}`"
             )
         if not subject.inputs:
             self.listener.warn(f"{subject.name} does not name its store: taking the newest")

@@ -130,8 +130,7 @@ def _texts_and_unembedding(
         )
     elif stored_model is None and is_default:
         notes.append(
-            f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
-            "--model names it"
+            f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model names it"
         )
     if not is_default:
         return _of_model(run, model, notes)

@@ -97,6 +97,5 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
 
 def _unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
     return ConfigError(
-        f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
-        "rows came from"
+        f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the rows came from"
     )

@@ -97,8 +97,7 @@ def _folded(saved: SavedSAE, family: Family, folder: Path, model: str) -> SavedS
             site, lacking = FOLDED[point.site]
             points[end] = point._replace(site=site)
             remarks.append(
-                f"reads rows {lacking} ({point.site}); what {model} has is folded in here, so that it reads "
-                f"{site}"
+                f"reads rows {lacking} ({point.site}); what {model} has is folded in here, so that it reads {site}"
             )
     written = origin.written and points[1]
     origin = replace(origin, read=(points[0], *origin.read[1:]), written=written)
@@ -146,8 +145,7 @@ def notes_on_writing(origin: Origin) -> list[str]:
     points = [origin.read[0], *([origin.written] if origin.written else [])]
     if any(point.site == "mlp_in" for point in points):
         notes.append(
-            "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
-            "HookedTransformer lacks"
+            "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its HookedTransformer lacks"
         )
     for name in map(hook_name, points):
         if name is not None and ":" in name:

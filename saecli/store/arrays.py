@@ -345,8 +345,7 @@ def list_arrays(path: Path, config: ImportConfig) -> Arrays:
     lister = format_of(path)
     if lister is None:
         raise FormatError(
-            f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
-            f"got {path.name}"
+            f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, got {path.name}"
         )
     if config.shape and lister is not _list_raw:
         raise FormatError(f"--shape does nothing with {path}, which records its own; leave it out")

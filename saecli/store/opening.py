@@ -74,8 +74,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
         if not store.complete and not store.rows:
             return None
         raise StoreError(
-            f"there is a store named {folder.name!r} already, made from something else; give another "
-            "--name"
+            f"there is a store named {folder.name!r} already, made from something else; give another --name"
         )
     store.demand_shards()
     store.cached = store.complete

@@ -40,10 +40,9 @@ class ImportConfig(Config):
     flatten: Annotated[
         Literal["positions", "features"] | None,
         Shown(
-            "Rows of an array of more than two dimensions: positions, each vector along the "
-            "last of (batch, position, width), split into training and test rows by whole "
-            "sequences; features, each element of the first dimension, such as an image. "
-            "Default: features for idx files, others are refused."
+            "Rows of an array of more than two dimensions: positions, each vector along the last of (batch, position, "
+            "width), split into training and test rows by whole sequences; features, each element of the first "
+            "dimension, such as an image. Default: features for idx files, others are refused."
         ),
     ] = None
     transpose: Annotated[bool, Shown("Take the columns of a matrix as rows.")] = False

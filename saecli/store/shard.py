@@ -89,8 +89,7 @@ class Shard:
             raise StoreError(f"shard {self.path} is missing; {make_anew(self.store)}") from error
         if size < end:
             raise StoreError(
-                f"shard {self.path} is truncated: expected {end} bytes or more, got {size}; "
-                f"{make_anew(self.store)}"
+                f"shard {self.path} is truncated: expected {end} bytes or more, got {size}; {make_anew(self.store)}"
             )
         return end
 

@@ -238,8 +238,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
             lock = lock_folder(path, (STORE_MARKER, SHARD_LIST, WORLD_FILE))
         except BlockingIOError as error:
             raise StoreError(
-                f"cannot write to {path}: another process is writing it; wait for that one, or choose "
-                "another --name"
+                f"cannot write to {path}: another process is writing it; wait for that one, or choose another --name"
             ) from error
         try:
             return lock, _begin(path, meta)

@@ -57,8 +57,7 @@ def trained(
     for name in ("fvu", "l0"):
         if abs(ours[name] - found[name]) > AGREEMENT * found[name]:
             raise RuntimeError(
-                f"{name} of SAELens' SAE: expected {found[name]}, as it measures itself, "
-                f"got {ours[name]}"
+                f"{name} of SAELens' SAE: expected {found[name]}, as it measures itself, got {ours[name]}"
             )
     return sae, {"seconds": found["processor"], "dead": found["dead"]}
 
