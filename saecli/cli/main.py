@@ -101,7 +101,7 @@ def root(
 
         sae extract --model google/gemma-2-2b --layer 12
 
-        sae train --solver pam-sgd --act relu
+        sae train --solver pam-sgd --act batchtopk
 
         sae eval
 

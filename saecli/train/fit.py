@@ -10,14 +10,14 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import Config, choose, demand_known, options_of
 from ..base.words import flag_of
-from ..sae.activations import ACTIVATIONS, Activation
+from ..sae.activations import ACTIVATIONS, Activation, KeepsK
 from ..sae.dictionary import SAE
 from ..store.joined import Joined
 from ..store.opening import find_store, warn_of
 from ..store.origin import Origin
 from ..store.reader import ActivationStore, JoinedRows, Rows, StoredRows
 from . import SOLVERS
-from .options import TrainingConfig
+from .options import DEFAULT_ACT, TrainingConfig
 from .plan import Plan, SplitRows, doubts_at_start, split_rows
 from .rows import ArrayLike, ArrayRows
 from .start import Start
@@ -85,12 +85,12 @@ def fit(
         rows: a store or its name, for bit for bit the SAE of `sae train`; rows of one (`store.split("all")`); or raw
             activations in memory, (N, D), all trained on.
         act: relu, jumprelu, gated, topk, relu-topk, abs-topk, batchtopk or matching-pursuit; None for that of
-            `init`, or relu.
+            `init`, or batchtopk.
         target: a transcoder's targets, (N, E), of rows in memory; stores take `join`.
         init: an SAE to train on, or whatever `load_sae` takes; `d_sae`, `prefixes`, and with its activation `k` are
             inherited. Returned as it was if its loss did not fall on a tenth of a store's training documents, kept out
             of training (on all rows, if these are chosen or in memory).
-        **options: those of `sae train`: `d_sae` (4 D by default), `k`, `epochs`, `lr`, `sparsity_weight`, `seed`,
+        **options: those of `sae train`: `d_sae` (4 D by default), `k` (32), `epochs`, `lr`, `sparsity_weight`, `seed`,
             `device` and so on.
 
     Returns the SAE, acting on raw activations, on the device of its training; TrainingError if it diverged.
@@ -103,7 +103,7 @@ def fit(
         rows = Joined((rows,))
     listener = listening(progress)
     start = None if init is None else Start.open(Home.at(None), init, listener)
-    act = act or ("relu" if start is None else start.activation)
+    act = act or (DEFAULT_ACT if start is None else start.activation)
     plan = planned(rows, solver, act, options, target=target, start=start)
     if isinstance(rows, StoredRows | Joined):
         for store in Joined.of(rows).all:
@@ -172,6 +172,8 @@ def make_plan(
     training = TrainingConfig.among(settings)
     activation = choose(ACTIVATIONS, "act", act, settings)
     rows = rows_of(training, activation)
+    if isinstance(activation, KeepsK) and "k" not in settings:
+        activation = activation.with_default_k(rows.train.d_in, training.latents(rows.train.d_in))
     if training.normalize == "init" and (start is None or start.reads is None):
         raise ConfigError(
             "--normalize init needs an --init whose file has the metric of its training; use auto"

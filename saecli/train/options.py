@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ..sae.dictionary import SAE
     from ..store.reader import RowSource
 
+DEFAULT_ACT = (
+    "batchtopk"  # SmolLM2, layer 15, L0 32: FVU 0.172, KL 0.285; relu with L1 0.196, 0.355
+)
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
 TRAIN_ON = 0.25  # learning rate with --init, over sgd's of DEFAULT_STEPS from random directions
@@ -85,8 +88,7 @@ class TrainingConfig(Config):
     skip: Annotated[
         bool,
         Shown(
-            "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with "
-            "the decoder.",
+            "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with the decoder.",
             advanced=True,
         ),
     ] = False
@@ -129,10 +131,9 @@ class TrainingConfig(Config):
     sparsity: Annotated[
         str | None,
         Shown(
-            "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
-            "active latents; target-l0, square of its excess over --target-l0, with gated "
-            "l1 of the weight that gives it. "
-            "Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
+            "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of active latents; target-l0, "
+            "square of its excess over --target-l0, with gated l1 of the weight that gives it. Default: l1 with relu, "
+            "target-l0 with jumprelu and gated, else none.",
             metavar=f"<{'|'.join(sparsity_names())}>",
         ),
     ] = None
@@ -158,9 +159,8 @@ class TrainingConfig(Config):
         Gt(0),
         Le(1),
         Shown(
-            f"Fraction of the training rows to use, with --init at most {TRAINED:g}, as with batchtopk, jumprelu "
-            "and gated, which set thresholds on the others. Does not change the held-out tenth of the "
-            "documents.",
+            f"Fraction of the training rows to use, with --init at most {TRAINED:g}, as with batchtopk, jumprelu and "
+            "gated, which set thresholds on the others. Does not change the held-out tenth of the documents.",
             once=True,
             advanced=True,
         ),
@@ -234,6 +234,9 @@ class TrainingConfig(Config):
         """Whether a penalty of fixed weight decides L0."""
         return self.sparsity not in (None, "none", "target-l0")
 
+    def latents(self, d_in: int) -> int:
+        return self.d_sae or EXPANSION * d_in
+
     def epoch_batches(self, rows: int) -> int:
         return math.ceil(rows / self.batch_size)
 
@@ -278,8 +281,7 @@ class Paper(Config):
     weight_decay: Annotated[
         NonNegative,
         Shown(
-            "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
-            "summed over all rows.",
+            "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error summed over all rows.",
             advanced=True,
         ),
     ] = 0.0
@@ -340,17 +342,15 @@ class ClosedForm(SolverConfig):
     alpha: Annotated[
         NonNegative | Literal["auto"],
         Shown(
-            "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --solver pam of "
-            "||W_dec||^2, next to the squared error summed over all rows. auto: the best by "
-            "leave-one-out."
+            "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --solver pam of ||W_dec||^2, next to "
+            "the squared error summed over all rows. auto: the best by leave-one-out."
         ),
     ] = "auto"
     solve: Annotated[
         Literal["auto", "direct", "iterative"],
         Shown(
-            "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
-            "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
-            "direct where it fits in memory.",
+            "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in float64, slow on consumer "
+            "GPUs; iterative, without it, to a residual of 1e-4. auto: direct where it fits in memory.",
             advanced=True,
         ),
     ] = "auto"
@@ -458,8 +458,7 @@ class Finetune(SolverConfig):
     objective: Annotated[
         Literal["kl", "ce"],
         Shown(
-            "What the spliced model's predictions are trained for: kl, the model's own "
-            "predictions; ce, the next token."
+            "What the spliced model's predictions are trained for: kl, the model's own predictions; ce, the next token."
         ),
     ] = "kl"
     fvu_weight: Annotated[

@@ -175,10 +175,14 @@ class Plan:
         return self.training.d_sae
 
     @property
+    def k(self) -> int:
+        """0 for activations without."""
+        return self.activation.k if isinstance(self.activation, KeepsK) else 0
+
+    @property
     def is_dense(self) -> bool:
         """Whether k reaches the number of latents or dimensions."""
-        k = self.activation.k if isinstance(self.activation, KeepsK) else 0
-        return k >= min(self.train_rows.d_in, self.d_sae)
+        return self.k >= min(self.train_rows.d_in, self.d_sae)
 
     def settings(self) -> dict[str, Any]:
         start = {} if self.start is None else {"init": self.start.name}
@@ -199,7 +203,7 @@ def fill_defaults(
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
     training = replace(training, batch_size=min(training.batch_size, rows))
-    d_sae = training.d_sae or EXPANSION * d_in
+    d_sae = training.latents(d_in)
     activation.check(d_sae)
     training = _fill_sparsity(training, activation, d_in)
     if not training.steps:
@@ -226,9 +230,10 @@ def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) 
     }
     for option, is_given in given.items():
         if sparsity == "none" and is_given:
+            names = ", ".join(name for name in activation.penalties() if name != "none")
+            penalised = f"name a penalty ({names})" if training.sparsity else "use --act relu"
             raise ConfigError(
-                f"{option} does nothing with --sparsity none; leave it out, or name a penalty "
-                f"({', '.join(name for name in activation.penalties() if name != 'none')})"
+                f"{option} does nothing with --act {activation.name} and --sparsity none; leave it out, or {penalised}"
             )
     if weight is None:
         weight = activation.penalty(sparsity).default_weight(d_in)
@@ -294,7 +299,7 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
-    rows, d_in, d_sae = plan.train_rows.rows, plan.train_rows.d_in, plan.d_sae
+    rows, d_in, d_sae, k = plan.train_rows.rows, plan.train_rows.d_in, plan.d_sae, plan.k
     warnings = []
     if rows < d_in:
         warnings.append(
@@ -311,9 +316,13 @@ def doubts_at_start(plan: Plan) -> list[str]:
     if keeps_out and plan.kept_out is None and plan.training.fraction <= TRAINED:
         warnings.append(NONE_KEPT_OUT)
     if plan.is_dense:
-        k = getattr(plan.activation, "k", 0)
         words = f"is all of d_sae, {d_sae}" if k == d_sae else f"is not below d_in, {d_in}"
         warnings.append(f"--k {k} {words}, so codes are not sparse; lower --k")
+    if k and plan.training.sparsity != "none":
+        warnings.append(
+            f"--act {plan.activation.name} keeps {k} latents per row whatever --sparsity {plan.training.sparsity} "
+            "weighs; use --sparsity none, or for an L0 that the penalty sets --act relu"
+        )
     return warnings
 
 
@@ -331,18 +340,15 @@ def few_documents(rows: RowSource | None) -> int:
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
     """Warnings on measures of held-out rows, or of training rows if held-out ones do not vary."""
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
-    has_penalty, activation = plan.training.sparsity != "none", plan.activation
+    has_penalty = plan.training.sparsity != "none"
     if measures["l0"] < 1 and has_penalty:
         for_fvu = "fewer than one latent is active per row: lower --sparsity-weight"
     elif train["fvu"] <= 1:
         for_fvu = "train FVU is not: lower --d-sae, or train on more rows"
     else:
         for_fvu = "lower --lr" + (" or --sparsity-weight" if has_penalty else "")
-    if isinstance(activation, KeepsK):
-        for_l0 = "lower --k"
-    else:
-        for_l0 = "raise --sparsity-weight" if has_penalty else "use --sparsity l1"
-    advice = {"fvu": for_fvu, "l0": for_l0}
+    for_l0 = "raise --sparsity-weight" if has_penalty else "use --sparsity l1"
+    advice = {"fvu": for_fvu, "l0": "lower --k" if plan.k else for_l0}
     doubted = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if plan.is_dense:  # which is said at the start
         doubted.pop("l0", None)

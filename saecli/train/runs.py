@@ -78,8 +78,9 @@ class Run:
         plan = self.plan
         parts = {"training": plan.train_rows, "kept out": plan.kept_out, "test": plan.test_rows}
         rows = [f"{part.rows:,} {name}" for name, part in parts.items() if part is not None]
+        l0 = plan.activation.l0_wanted
         words = [
-            f"{plan.solver.name}, {plan.activation.name}",
+            f"{plan.solver.name}, {plan.activation.name}" + (f" {l0:g}" if l0 else ""),
             f"{plan.training.d_sae} latents on {self.stores.d_in} dimensions",
             f"rows: {', '.join(rows)}",
             f"{plan.steps:,} steps",

@@ -135,11 +135,12 @@ class Start:
         return replace(self, sae=start.sae)
 
     def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
-        """Settings that the SAE's own activation inherits, such as `k`, and its penalty unless one is given."""
+        """`d_sae`, and what the SAE's own activation inherits, such as `k`, and its penalty unless one is given."""
         activation, metadata = self._sae.activation, self._sae.metadata
+        settings: dict[str, Any] = {"d_sae": self._sae.d_sae}
         if activation.name != act:
-            return {}
-        settings = {name: getattr(activation, name) for name in activation.of_codes}
+            return settings
+        settings |= {name: getattr(activation, name) for name in activation.of_codes}
         if not {"sparsity", "target_l0"} & set(given):
             names = ("sparsity", "sparsity_weight", "target_l0")
             settings |= {name: metadata[name] for name in names if metadata.get(name) is not None}

@@ -178,8 +178,7 @@ class Training:
         rate = progress.rows / max(seconds, 1e-9)
         self.show(
             self.solver.steps,
-            f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
-            f"{rate:,.0f} rows/s",
+            f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} {rate:,.0f} rows/s",
         )
 
     @cached_property  # it waits for the device
@@ -340,7 +339,8 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
     training = plan.training
     lr = training.lr
     if lr == "auto":
-        firings = training.batch_size * plan.activation.expected_l0(rows.d_in) / plan.d_sae
+        l0 = plan.activation.l0_wanted or rows.d_in / 16  # else a guess
+        firings = training.batch_size * l0 / plan.d_sae
         if plan.start:
             lr = TRAIN_ON * default_learning_rate(rows.d_in, firings)
         else:

@@ -295,5 +295,5 @@ def test_trainers_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
         out, err = process.communicate()
         assert process.returncode == 0, err
         documents.append(json.loads(out))
-    assert {run["run"] for run in documents} == {f"pam-sgd-relu-{number}" for number in (1, 2, 3)}
+    assert {run["run"] for run in documents} == {f"pam-sgd-batchtopk-{n}" for n in (1, 2, 3)}
     assert all(run["final"] == alone["final"] for run in documents)

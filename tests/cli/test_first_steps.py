@@ -62,7 +62,7 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
 @pytest.mark.slow
 def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
-    said = sae("train", "--d-sae", 16, "--epochs", 2, "--sparsity-weight", "1e4").err
+    said = sae("train --act relu --d-sae 16 --epochs 2 --sparsity-weight 1e4").err
     assert "lower --sparsity-weight" in said
     assert "raise --sparsity-weight" not in said
 

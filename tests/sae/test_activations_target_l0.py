@@ -13,9 +13,7 @@ from torch import Tensor
 from saecli.sae.activations import Gated, JumpRelu
 from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.dictionary import SAE, Batch, Coupled, Dictionary
-from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig, TrainingConfig
-from saecli.train.plan import Plan
-from saecli.train.rows import ArrayRows
+from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig
 from saecli.train.start import initial_sae
 
 B, F, D, L = 40, 60, 12, 5.0
@@ -150,20 +148,6 @@ def test_training_lowers_fvu_and_gives_rows_held_out_the_target(
     learned = {"threshold", "r_mag"} if gated else {"threshold"}
     assert sae.tensors().keys() == {"W_enc", "b_enc", "W_dec", "b_dec"} | learned
     assert (sae.threshold >= 0).all()
-
-
-def test_the_default_target_is_32_or_an_eighth_of_the_latents() -> None:
-    rows = ArrayRows(sparse_mixture(100).x.numpy())
-
-    def planned(activation: JumpRelu, d_sae: int = 512, **options: str) -> JumpRelu:
-        return Plan.resolve(
-            rows, None, TrainingConfig(d_sae=d_sae, **options), Sgd(), activation
-        ).activation
-
-    assert planned(JumpRelu()).expected_l0(8) == planned(JumpRelu()).target_l0 == 32
-    assert planned(JumpRelu(), d_sae=24).target_l0 == 3
-    assert planned(JumpRelu(target_l0=5)).expected_l0(8) == 5
-    assert planned(JumpRelu(), sparsity="l0") == JumpRelu()
 
 
 WEIGHT, PRESSURE = 0.7, 1.7

@@ -16,10 +16,30 @@ from homes import CommandLine, fvu, make_run, make_store, random_sae, same, some
 from storing import make_store as make_documents
 
 import saecli
-from saecli.sae.activations import TopK
+from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.train.rows import ArrayRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("d_in", "options", "activation"),
+    [
+        (64, {}, BatchTopK(k=32)),
+        (24, {"d_sae": 33}, BatchTopK(k=4)),
+        (8, {"d_sae": 512}, BatchTopK(k=4)),
+        (8, {"d_sae": 4}, BatchTopK(k=1)),
+        (8, {"act": "topk"}, TopK(k=4)),
+        (64, {"act": "jumprelu"}, JumpRelu(target_l0=32)),
+        (8, {"act": "jumprelu", "d_sae": 24}, JumpRelu(target_l0=3)),
+        (8, {"act": "jumprelu", "sparsity": "l0"}, JumpRelu()),
+        (8, {"init": random_sae(Relu())}, Relu()),
+        (8, {"init": random_sae(Relu()), "act": "topk"}, TopK(k=2)),
+    ],
+)
+def test_32_latents_are_active_by_default_and_fewer_of_few(d_in: int, options: dict, activation):
+    fitted = saecli.fit(some_rows(100, d_in), solver="sgd", steps=20, **options)
+    assert fitted.activation == activation
 
 
 @pytest.mark.parametrize(
@@ -127,7 +147,7 @@ def test_rows_chosen_from_a_store_are_all_that_is_trained_on(tmp_path: Path):
     make_store(tmp_path, "rows", some_rows(500))
     store = saecli.open_store(tmp_path / "activations" / "rows")
     whole, chosen, every = (
-        saecli.fit(rows, solver="sgd", **QUICK)
+        saecli.fit(rows, solver="sgd", act="relu", **QUICK)
         for rows in (store, store.split("train"), store.split("all"))
     )
     assert same(whole, chosen)

@@ -22,7 +22,7 @@ NETWORK = "10.77.7"  # of two namespaces, for two hosts
 COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
 VARIANTS = {
     "topk": "--act topk --k 3 --epochs 2 --batch-size 255".split(),
-    "sgd": ("--solver", "sgd", "--batch-size", "250"),
+    "sgd": "--solver sgd --act relu --batch-size 250".split(),
     "l1": ("--act", "relu", "--sparsity-weight", "3", "--batch-size", "500"),
     "dead-latents": "--act topk --k 1 --lr 0.1 --batch-size 1000 --epochs 3".split(),
     "jumprelu": ("--act", "jumprelu", "--sparsity", "l0"),

@@ -34,8 +34,9 @@ QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
     [
         ("--act topk --k 24", "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
         ("--act batchtopk --k 8", "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
-        ("--sparsity-weight 0.01", "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight"),
-        ("--sparsity none", "held-out L0 .* is above d_in, 8, so .* not sparse; use --sparsity l1"),
+        ("--act relu --sparsity-weight 0.01", "held-out L0 .* above d_in, 8, .*; raise --spars"),
+        ("--act relu --sparsity none", "held-out L0 .* above d_in, 8, so .*; use --sparsity l1"),
+        ("--sparsity l1", "--act batchtopk keeps 3 latents per row whatever --sparsity l1 weighs"),
         ("--act topk --k 3", None),
         (
             "--solver sgd --act topk --k 2 --lr 1 --smoothing 0 --no-revive",
@@ -164,7 +165,7 @@ def test_the_order_of_the_rows_has_a_seed_of_its_own(sae: CommandLine):
 def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     first, second = (sae("train", *QUICK).json["run"] for _ in range(2))
-    assert (first, second) == ("pam-sgd-relu-1", "pam-sgd-relu-2")
+    assert (first, second) == ("pam-sgd-batchtopk-1", "pam-sgd-batchtopk-2")
     assert f"a run named '{first}' already" in sae("train", "--name", first, *QUICK).err
     assert "is finished" in sae("train", "--resume", "--name", first).err
 

@@ -107,8 +107,8 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
 def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     words = "--normalize none --lr 0.01 --batch-size 8 --d-sae 24 --epochs 1"
-    sae(f"train --solver sgd {words}").succeeds()
-    first = read_metrics(sae.home / "runs" / "sgd-relu-1")[0]
+    sae(f"train --solver sgd --name run {words}").succeeds()
+    first = read_metrics(sae.home / "runs" / "run")[0]
     assert first["batch_fvu"] > 1e4
 
 
@@ -275,11 +275,13 @@ WRONG = [
     ("--act gated --sparsity l0", "--sparsity l0 cannot be used with --act gated"),
     ("--act jumprelu --target-l0 5 --sparsity l1", "--target-l0 does nothing"),
     ("--act jumprelu --target-l0 33 --d-sae 32", "--target-l0 must be at most --d-sae, 32, got 33"),
-    ("--act gated --target-l0 5 --sparsity l1", "--target-l0 does nothing"),
-    ("--act gated --target-l0 33 --d-sae 32", "--target-l0 must be at most --d-sae, 32, got 33"),
     ("--act topk --sparsity=", "--sparsity"),
-    ("--act topk --sparsity-weight 1", "--sparsity-weight does nothing with --sparsity none"),
-    ("--act topk --sparsity-warm-up 0", "--sparsity-warm-up does nothing with --sparsity none"),
+    (
+        "--sparsity-weight 1",
+        "--sparsity-weight does nothing with --act batchtopk and --sparsity none; leave it out, or use --act relu",
+    ),
+    ("--act topk --sparsity-warm-up 0", "--sparsity-warm-up does nothing with --act topk and"),
+    ("--target-l0 5", "--target-l0 does nothing with --act batchtopk; leave it out, or use --act"),
     ("--sparsity-weight 1e30", "--sparsity-weight must be at most 1"),
     ("--solver pam --release 1", "--release does nothing with --solver pam"),
     ("--epochs 2 --steps 9", "cannot use both --epochs and --steps"),

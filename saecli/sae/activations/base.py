@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeAlias
 
 from ...base.errors import ConfigError
 from ...base.options import Config, Count, Positive, Shown
+from ...base.words import flag_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 Parameters: TypeAlias = dict[str, "Tensor"]
 
+DEFAULT_K = 32  # at most a half of the dimensions, and an eighth of the latents
 TARGET_L0 = 32.0  # the default of target-l0
 MOST_TARGETED = 1 / 8  # fraction of the latents that the default may be at most
 
@@ -179,9 +181,19 @@ class Activation(Config):
     one_scale: ClassVar[bool] = False
     estimates_threshold: ClassVar[bool] = False  # at the end of training
     of_codes: ClassVar[tuple[str, ...]] = ()  # settings that a trained SAE's codes depend on
+    sets_l0: ClassVar[str] = ""  # the setting that is the L0 wanted, if there is one
+
+    @property
+    def l0_wanted(self) -> float | None:
+        return getattr(self, self.sets_l0) if self.sets_l0 else None
 
     def check(self, d_sae: int) -> None:
-        """ConfigError for settings that do not fit the number of latents."""
+        """ConfigError for an L0 above the number of latents."""
+        if self.l0_wanted is not None and self.l0_wanted > d_sae:
+            flag = flag_of(self.sets_l0)
+            raise ConfigError(
+                f"{flag} must be at most --d-sae, {d_sae}, got {self.l0_wanted:.10g}; lower {flag} or raise --d-sae"
+            )
 
     def penalties(self) -> dict[str, Penalty]:
         """Penalties by name, the default first."""
@@ -208,8 +220,7 @@ class Activation(Config):
             )
         if getattr(self, "target_l0", None) is not None and sparsity != "target-l0":
             raise ConfigError(
-                f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use "
-                "--sparsity target-l0"
+                f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity target-l0"
             )
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
@@ -252,27 +263,24 @@ class Activation(Config):
             return parameters
         return parameters | {"threshold": parameters["threshold"] * factor}
 
-    def expected_l0(self, d_in: int) -> float:
-        """A guess at L0 before training."""
-        return d_in / 16
-
 
 @dataclass(frozen=True)
 class KeepsK(Activation):
     """Keeps `k` pre-activations per row, exactly or on average."""
 
     of_codes: ClassVar[tuple[str, ...]] = ("k",)
+    sets_l0: ClassVar[str] = "k"
 
-    k: Annotated[Count, Shown("Active latents per row; with batchtopk on average.")] = 32
+    k: Annotated[
+        Count,
+        Shown(
+            "Active latents per row; with batchtopk on average.",
+            default_words=f"{DEFAULT_K}, at most d_in / 2 and d_sae / 8",
+        ),
+    ] = DEFAULT_K
 
-    def expected_l0(self, d_in: int) -> float:
-        return self.k
-
-    def check(self, d_sae: int) -> None:
-        if self.k > d_sae:
-            raise ConfigError(
-                f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae"
-            )
+    def with_default_k(self, d_in: int, d_sae: int) -> Self:
+        return replace(self, k=max(1, min(DEFAULT_K, d_in // 2, d_sae // 8)))
 
 
 @dataclass(frozen=True)
@@ -293,6 +301,7 @@ class LearnsThresholds(Thresholded):
     """A learned threshold per latent, (F,)."""
 
     trained: ClassVar[tuple[str, ...]] = ("threshold",)
+    sets_l0: ClassVar[str] = "target_l0"
     start: ClassVar[float] = 0.0  # of the trained parameters, (F,) each
 
     target_l0: Annotated[
@@ -303,13 +312,6 @@ class LearnsThresholds(Thresholded):
         ),
     ] = None
 
-    def check(self, d_sae: int) -> None:
-        if self.target_l0 is not None and self.target_l0 > d_sae:
-            raise ConfigError(
-                f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
-                "--target-l0 or raise --d-sae"
-            )
-
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         if sparsity != "target-l0" or self.target_l0 is not None:
             return self
@@ -319,6 +321,3 @@ class LearnsThresholds(Thresholded):
         import torch
 
         return {name: torch.full((d_sae,), self.start) for name in self.trained}
-
-    def expected_l0(self, d_in: int) -> float:
-        return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
