@@ -263,7 +263,7 @@ def test_a_device_resumes_what_began_from_an_sae() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-@pytest.mark.parametrize("act, options", ACTS[:-1], ids=str)
+@pytest.mark.parametrize("act, options", ACTS, ids=str)
 def test_a_step_does_not_wait_for_the_device(
     solver: str, act: str, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
