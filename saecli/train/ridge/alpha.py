@@ -25,7 +25,8 @@ from .decoder import best_multiple
 from .system import PROBES, Factorisation, Sample, System, Terms, random_signs
 
 LEAST, MOST = 1e-7, 1e3  # alpha over A's mean diagonal; beyond, W is lost in rounding, or is T
-FACTOR = 3  # of the walk's steps, and steps in a long stride
+FACTOR = 3  # of the walk's steps
+STRIDE = 2  # steps at a time at first; on rows of real models the first alpha is 0.07 to 0.15 of A's mean diagonal
 
 
 def choose_alpha(
@@ -33,15 +34,15 @@ def choose_alpha(
 ) -> Factorisation:
     """The factorisation at the alpha of least PRESS over rows z, (n, F), and y, (n, E), if n = N in the system's order.
 
-    From `last`, else from A's mean diagonal with longer strides at first, alpha walks by factors of three to where
-    neither neighbour has less, and ends at the minimum of the parabola through these three.
+    From `last`, else from a ninth of A's mean diagonal with longer strides at first, alpha walks by factors of three to
+    where neither neighbour has less, and ends at the minimum of the parabola through these three.
 
-    Cost per alpha tried, at least three, and once at the end: a factorisation, and 2 F^2 operations for each of some
-    400 columns.
+    Cost: a factorisation, and 2 F^2 operations for each of some 320 columns, per alpha tried, three or more; and one
+    factorisation at the end.
     """
     scale = max(system.scale(terms.shrink(system.rows)), sys.float_info.min)
     press = press_of(system, terms, z, y)
-    start = float(np.clip(last or scale, LEAST * scale, MOST * scale))
+    start = float(np.clip(last or scale / FACTOR**STRIDE, LEAST * scale, MOST * scale))
 
     def factorised(steps: float) -> Factorisation:
         alpha = float(np.clip(start * float(FACTOR) ** steps, LEAST * scale, MOST * scale))
@@ -51,7 +52,7 @@ def choose_alpha(
     def error(steps: int) -> float:
         return press(factorised(steps))
 
-    best, stride = 0, 1 if last else FACTOR
+    best, stride = 0, 1 if last else STRIDE
     while True:
         neighbour = min(best - stride, best + stride, key=error)
         if error(neighbour) < error(best):

@@ -79,14 +79,12 @@ class Sums(BlockSums):
         super().__init__(d_sae, d_out, device, prefixes)
         # On and below the diagonal.
         self.gram = torch.zeros(d_sae, d_sae, dtype=torch.float64, device=device)
-        self._is_empty = True
-        self._codes_are_offset = False
+        self._codes_are_offset: bool | None = None  # unknown before the first block
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        if self._is_empty:
+        if self._codes_are_offset is None:
             self.z_0 = _offset(len(y), codes.sums(), codes.squares())
             self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
-            self._is_empty = False
             self._codes_are_offset = bool(self.z_0.any())
         if self._codes_are_offset:
             codes = Codes(codes.dense() - self.z_0.to(y.dtype))
