@@ -232,7 +232,11 @@ class Dictionary(Module, ABC):
     def activated(self, pre: Tensor, training: bool = False) -> Codes:
         """The codes of pre-activations, (B, F); a training batch's may depend on all of it."""
         function = self.activation.training_codes if training else self.activation
-        return function(pre, self.activation_parameters | {"W_enc": self.W_enc})
+        parameters = self.activation_parameters
+        if self.activation.compares_directions:
+            scale = self.normalisation.of_sae()[1]
+            parameters = parameters | {"W_enc": self.W_enc * scale[:, None]}
+        return function(pre, parameters)
 
     def predicted(self, x: Tensor, codes: Codes) -> Tensor:
         """y_hat by each prefix, (B, L, E), the last by all latents."""

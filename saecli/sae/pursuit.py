@@ -1,4 +1,4 @@
-"""Matching pursuit: each row's latents, chosen one after another, and the gradient of their codes.
+"""Matching pursuit: each row's latents, chosen one after another, and their codes.
 
 Shapes: B rows, D = d_in, F = d_sae, K = k.
 """
@@ -14,10 +14,13 @@ from ..base.devices import product_dtype
 from .codes import Codes, SparseCodes, at
 
 MOST_COSINES = 1 << 28  # 1 GiB in float32
+RIDGE = (
+    1e-3  # of codes, next to a cosine of 1: two latents of one direction share what they explain
+)
 PANEL, ROWS = 192, 256  # columns of cosines, and rows pursued, at a time
 
 
-def pursued(pre: Tensor, W_enc: Tensor, k: int) -> Codes:
+def pursued(pre: Tensor, W_enc: Tensor, k: int, least_squares: bool) -> Codes:
     """The codes of pre-activations, (B, F), as `MatchingPursuit` defines them; differentiable in both."""
     W, tiny = W_enc.detach().T, torch.finfo(pre.dtype).tiny
     # In float64, since squares need not be finite in the weights' precision.
@@ -25,7 +28,8 @@ def pursued(pre: Tensor, W_enc: Tensor, k: int) -> Codes:
     directions = (W / norms[:, None]).to(product_dtype(W.dtype))
     choose = _chosen_on_cpu if pre.device.type == "cpu" else chosen
     latents, v = choose(pre.detach(), norms, directions, k)
-    return at(pre, latents, lambda own: _Pursued.apply(own, W_enc, v, latents, norms, directions))
+    given = v > 0, latents, norms, least_squares
+    return at(pre, latents, lambda own: _Codes.apply(own, W_enc, *given))
 
 
 def chosen(pre: Tensor, norms: Tensor, directions: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -87,43 +91,56 @@ def cosines_of(directions: Tensor) -> Tensor:
     return cosines.fill_diagonal_(torch.inf)
 
 
-class _Pursued(torch.autograd.Function):
-    """`z = v ||w||` where `(I + L) v = s = pre / ||w||`, L the strictly lower part of the cosines of a row's latents in
-    order of choice; with latents held, differentiable in their pre-activations, (B, K), and W_enc."""
+class _Codes(torch.autograd.Function):
+    """`z = max(v, 0) ||w||`, where `A v = s = pre / ||w||`, in float32 or more; with latents held, differentiable in
+    their pre-activations, (B, K), and W_enc.
+
+    C being the cosines of those of a row's latents that add to it, A is C + RIDGE I for `least_squares`, else I plus
+    the part of C below the diagonal: a latent explains what those chosen before it have left.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         pre: Tensor,
         W_enc: Tensor,
-        v: Tensor,
+        adds: Tensor,
         latents: Tensor,
         norms: Tensor,
-        directions: Tensor,
+        least_squares: bool,
     ) -> Tensor:
-        sizes = norms[latents]
-        ctx.save_for_backward(pre, v, latents, sizes, directions)
-        return v * sizes
+        directions, sizes = _of_latents(W_enc, norms, latents)
+        cosines = directions @ directions.mT
+        related = adds[:, :, None] & adds[:, None]
+        related = related.tril(-1) | related.triu(1) if least_squares else related.tril(-1)
+        diagonal = torch.full_like(sizes, 1 + RIDGE if least_squares else 1)
+        A = cosines.where(related, 0) + diagonal.diag_embed()
+        s = pre / sizes
+        v = torch.linalg.solve(A, (s * adds)[..., None])[..., 0]
+        ctx.save_for_backward(s, v, W_enc, norms, latents, cosines, related, A)
+        return (v.relu() * sizes).to(pre.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pre, v, latents, sizes, directions = ctx.saved_tensors
-        gradient = gradient.where(v > 0, 0)
-        own = directions.index_select(0, latents.flatten()).view(*latents.shape, -1)  # (B, K, D)
-        cosines = (own @ own.mT).to(v.dtype)
-        to_s = torch.linalg.solve_triangular(
-            cosines.mT, (gradient * sizes)[..., None], upper=True, unitriangular=True
-        )
-        to_L = -(to_s * v[:, None]).tril(-1)  # (B, K, K)
-        to_pre = to_s[..., 0] / sizes
-        to_cosines = (to_L + to_L.mT) / sizes[..., None]
+        s, v, W_enc, norms, latents, cosines, related, A = ctx.saved_tensors
+        directions, sizes = _of_latents(W_enc, norms, latents)
+        to_z = gradient.where(v > 0, 0)
+        to_s = torch.linalg.solve(A.mT, (to_z * sizes)[..., None])[..., 0]
+        to_A = -(to_s[:, :, None] * v[:, None]).where(related, 0)  # (B, K, K)
+        to_cosines = (to_A + to_A.mT) / sizes[..., None]
         # Of a norm; and a direction has no gradient along itself.
-        along = gradient * v - to_pre * pre / sizes - (to_cosines * cosines).sum(2)
-        factors = (to_cosines + along.diag_embed()).to(own.dtype)
-        to_w = (factors @ own).flatten(0, 1)  # (B K, D), by choice
-        choices = torch.arange(len(to_w), device=to_w.device)
-        ones = torch.ones_like(to_w[:, 0])
-        by_choice = SparseCodes(ones, choices, latents.flatten(), len(directions))
-        to_W_enc = by_choice.transposed_times(to_w).T.to(v.dtype)
-        return to_pre, to_W_enc, None, None, None, None
+        along = to_z * v - to_s * s / sizes - (to_cosines * cosines).sum(2)
+        to_w = (to_cosines + along.diag_embed()) @ directions  # (B, K, D)
+        numbers = torch.arange(latents.numel(), device=latents.device)
+        ones = torch.ones_like(s).flatten()
+        by_choice = SparseCodes(ones, numbers, latents.flatten(), len(norms))
+        to_W_enc = by_choice.transposed_times(to_w.flatten(0, 1)).T
+        return (to_s / sizes).to(gradient), to_W_enc.to(W_enc), None, None, None, None
+
+
+def _of_latents(W_enc: Tensor, norms: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Directions, (B, K, D), and norms, (B, K), of each row's latents, in float32 or more."""
+    own = W_enc.T.index_select(0, latents.flatten()).view(*latents.shape, len(W_enc))
+    sizes = norms[latents].to(torch.promote_types(norms.dtype, torch.float32))
+    return own / sizes[..., None], sizes

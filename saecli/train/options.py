@@ -180,8 +180,7 @@ class TrainingConfig(Config):
             "Normalise rows, folded into the saved weights; the SAE keeps the scales. scale: centre and divide by "
             "one number; model: also multiply each dimension by the root of the weight with which norms of later "
             "blocks read it; standardize: unit variance per dimension; init: in the metric of --init's SAE. auto: "
-            "init, if that SAE knows its metric, else model, if the store knows the weights, else and for "
-            "matching-pursuit scale.",
+            "init, if that SAE knows its metric, else model, if the store knows the weights, else scale.",
             once=True,
             advanced=True,
         ),

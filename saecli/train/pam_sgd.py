@@ -73,7 +73,7 @@ class PamSgdSolver(PamSolver):
         if self.task.B is not None:
             return 0.0
         # Matching pursuit explains rows by the encoder's directions: on docstrings FVU is 0.100 held, 0.107 released.
-        if self.dictionary.activation.one_scale:
+        if self.dictionary.activation.compares_directions:
             return 1.0
         return RELEASE
 

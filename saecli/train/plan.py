@@ -38,7 +38,6 @@ from .start import Start
 
 OVERFITTED = 1.3  # held-out FVU over that of training rows
 ENOUGH_DOCUMENTS = 5  # held out, to measure on
-ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 NONE_KEPT_OUT = (
     "documents are too few to keep any out of training: thresholds are set, and SAEs compared, on training rows, "
     "where L0 is lower than on others; use a store of more documents, or another --split-seed"
@@ -126,16 +125,11 @@ class Plan:
             chosen: Normalize = "model" if train_rows.reads is not None else "scale"
             if start is not None and start.reads is not None:
                 chosen = "init"
-            training = replace(training, normalize="scale" if activation.one_scale else chosen)
+            training = replace(training, normalize=chosen)
         if training.normalize == "model" and train_rows.reads is None:
             raise ConfigError(
                 "--normalize model needs weights of the model's later norms, which a store of a residual stream has; "
                 "use --normalize scale"
-            )
-        if activation.one_scale and (train_rows.places or training.normalize not in ONE_SCALE):
-            raise ConfigError(
-                f"--act {activation.name} compares directions, so all dimensions need one scale: use it with one hook "
-                "point and --normalize scale, or another --act"
             )
         solver.check(training, train_rows)
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))

@@ -104,7 +104,7 @@ class Solver(Descent):
             if not due.last:
                 batch = self.smoothing(batch, draws)
             # Cosines of latents are made for each block.
-            whole = self.dictionary.activation.one_scale
+            whole = self.dictionary.activation.compares_directions
             blocks = (batch.x,) if whole else in_cache(batch.x)
             with products_in("float32" if due.last else self.task.training.precision):
                 codes = joined([self.dictionary.codes(part) for part in blocks])

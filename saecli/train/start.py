@@ -215,9 +215,12 @@ class Start:
             parameters |= sae.activation_parameters
         else:
             parameters = penalty.fitted(sae.pre_activations(x), parameters)
-        return SAE(
+        initial = SAE(
             sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, activation, parameters, W_skip=sae.W_skip
-        ).copy_to(sample.dtype)
+        )
+        if normalisation.kept is not None:
+            initial.scale = sae.scale
+        return initial.copy_to(sample.dtype)
 
     def has_codes_of(self, activation: Activation, l0: float) -> bool:
         """Whether the SAE's codes, of this L0, are the activation's without new parameters."""

@@ -7,9 +7,10 @@ import torch
 from homes import activation_of, normal
 from torch import Tensor
 
-from saecli.sae.activations import ACTIVATIONS, Activation
+from saecli.sae.activations import ACTIVATIONS, Activation, MatchingPursuit
 from saecli.sae.codes import DENSITY, Codes, SparseCodes, few_entries, joined, largest_of_rows
 from saecli.sae.dictionary import SAE, Batch
+from saecli.sae.pursuit import RIDGE
 
 B, D, F = 30, 7, 50
 BANDWIDTH = 0.3  # of jumprelu
@@ -136,7 +137,7 @@ def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
     if activation.name == "relu":
         return pre.relu()
     if activation.name == "matching-pursuit":
-        return torch.stack([pursued(row, sae.W_enc, activation.k) for row in pre])
+        return torch.stack([pursued(row, sae.W_enc, activation) for row in pre])
     kept = torch.zeros_like(pre)
     if activation.name == "batchtopk":
         kept.view(-1)[pre.detach().flatten().topk(activation.k * len(pre)).indices] = 1
@@ -146,17 +147,21 @@ def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
     return (pre * kept).relu() if activation.name == "relu-topk" else pre * kept
 
 
-def pursued(pre: Tensor, W_enc: Tensor, k: int) -> Tensor:
-    """Matching pursuit of one row, step by step."""
-    norms, z = W_enc.norm(dim=0), torch.zeros_like(pre)
-    directions, left, unchosen = W_enc / norms, pre / norms, set(range(len(pre)))
-    for _ in range(k):
-        latent = max(unchosen, key=lambda i: left[i].item())
-        unchosen.remove(latent)
-        share = left[latent].relu()
-        z = z + share * norms[latent] * torch.eye(len(pre), dtype=pre.dtype)[latent]
-        left = left - share * directions.T @ directions[:, latent]
-    return z
+def pursued(pre: Tensor, W_enc: Tensor, activation: Activation) -> Tensor:
+    """Matching pursuit of one row, step by step; least squares by solving for all that were chosen."""
+    norms = W_enc.norm(dim=0)
+    directions, left, chosen, shares = W_enc / norms, pre / norms, [], []
+    while len(chosen) < activation.k and left.max() > 0:
+        latent = int(left.argmax())
+        chosen.append(latent)
+        shares.append(left[latent])
+        left = left - left[latent] * directions.T @ directions[:, latent]
+        left = left.index_fill(0, torch.tensor(latent), -torch.inf)
+    v, own = torch.stack(shares), directions[:, chosen]
+    if activation.least_squares:
+        ridge = RIDGE * torch.eye(len(chosen), dtype=pre.dtype)
+        v = torch.linalg.solve(own.T @ own + ridge, pre[chosen] / norms[chosen]).relu()
+    return torch.zeros_like(pre).index_put((torch.tensor(chosen),), v * norms[chosen])
 
 
 def sae_of(activation: Activation, many: bool) -> SAE:
@@ -173,11 +178,16 @@ def sae_of(activation: Activation, many: bool) -> SAE:
     return sae
 
 
-@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name != "gated"])
+@pytest.mark.parametrize(
+    "name", [name for name in ACTIVATIONS if name != "gated"] + ["least-squares"]
+)
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
 def test_gradients_of_the_loss_equal_plain_autograd(name: str, kept: str, sparsity: str) -> None:
-    activation = activation_of(name, KEPT[kept])
+    if name == "least-squares":
+        activation = MatchingPursuit(KEPT[kept], least_squares=True)
+    else:
+        activation = activation_of(name, KEPT[kept])
     sae, y = sae_of(activation, kept == "many"), normal(B, D, seed=8)
     x = normal(B, D, seed=3).requires_grad_()
     loss = sae.loss(Batch(x, y, B), sparsity, 0.3)

@@ -61,7 +61,7 @@ def train_on(sae: CommandLine, *words: str, init: str = "old") -> dict:
 @pytest.mark.parametrize("normalize", ["model", "scale", "standardize", "none"])
 def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize: str):
     if act == "matching-pursuit" and normalize in ("model", "standardize"):
-        return
+        return  # whose codes are of the metric of training
     sae = published(activation_of(act)).copy_to(torch.float64)
     rows = torch.from_numpy(30 * some_rows(500)).double() * torch.linspace(0.5, 2, 8)
     spread, reads = Spread.measured([rows.numpy()], 8), np.linspace(0.5, 4, 8)

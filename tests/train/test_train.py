@@ -19,7 +19,7 @@ from launching import captured, python_with, signalled
 from safetensors.torch import load_file
 
 import saecli
-from saecli.sae.formats import load_native
+from saecli.sae.formats import load
 from saecli.store.split import is_test
 from saecli.store.values import Spread
 from saecli.train.rows import fit_normalisation
@@ -103,14 +103,15 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "scale", "standardize", "none"])
+@pytest.mark.parametrize("act", ["topk", "matching-pursuit"])
 def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
-    sae: CommandLine, kind: str
+    sae: CommandLine, act: str, kind: str
 ):
     rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
     reads = np.linspace(0.5, 4, 8)
     make_store(sae.home, "rows", rows, reads=tuple(reads.tolist()))
-    document = sae("train", "--normalize", kind, "--act", "topk", "--k", "6", *QUICK).json
-    saved = load_native(Path(document["path"])).sae
+    document = sae("train", "--normalize", kind, "--act", act, "--k", "6", *QUICK).json
+    saved = load(Path(document["path"])).sae
     x = torch.from_numpy(rows)
     unexplained = (saved(x) - x).square().sum() / (x - x.mean(0)).square().sum()
     assert unexplained.item() == pytest.approx(document["final"]["train_fvu"], abs=0.02)

@@ -307,8 +307,6 @@ WRONG = [
     ("--data rows --target many", "rows and many are not row for row the same tokens"),
     ("--data rows --data rows", "--data names rows twice"),
     ("--data rows --normalize model", "--normalize model needs weights of the model's later norms"),
-    ("--act matching-pursuit --normalize standardize", "--act matching-pursuit compares"),
-    ("--data rows --data beside --act matching-pursuit", "--act matching-pursuit compares"),
     ("--data rows --rows 500", "--rows does nothing without --model"),
     ("--model tiny-gemma2 --data rows", "--data does nothing with --model tiny-gemma2"),
     ("--model tiny-gemma2 --fraction 0.5", "--fraction does nothing with --model tiny-gemma2"),

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from ...base.options import Shown
 from ...base.words import unknown_choice
 from .base import (
     L1,
@@ -284,22 +285,33 @@ class MatchingPursuit(KeepsK):
 
         j = argmax s over latents not yet chosen,  v = max(s_j, 0),  z_j = v ||w_j||,  s_i <- s_i - v cos(w_i, w_j)
 
-    so that latents of similar directions do not all code for what one explains. The gradient holds the choice. With a
-    decoder in closed form this is the method of optimal directions. Cost: k passes over (B, F), and k products (B, D)
-    by (D, F), or if F <= k B half of one of (F, D) by (D, F).
+    so that latents of similar directions do not all code for what one explains. With `least_squares` codes are anew the
+    ridge regression of the row on the directions of those with v > 0, C their cosines, clipped at zero:
 
-    Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Engan, Aase and Husoy,
-    "Method of optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
+        z = max((C + 0.001 I)^-1 s, 0) ||w||,    s as at first
+
+    The gradient holds the choice. With a decoder in closed form this is the method of optimal directions. Cost: k
+    passes over (B, F), and k products (B, D) by (D, F), or if F <= k B half of one of (F, D) by (D, F); B k (k + D)
+    for the codes.
+
+    Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Pati, Rezaiifar and
+    Krishnaprasad, "Orthogonal matching pursuit" (1993), for codes on the chosen; Engan, Aase and Husoy, "Method of
+    optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
     Representations with Matching Pursuit" (2025).
     """
 
     name: ClassVar[str] = "matching-pursuit"
-    one_scale: ClassVar[bool] = True
+    compares_directions: ClassVar[bool] = True
+    of_codes: ClassVar[tuple[str, ...]] = ("k", "least_squares")
+
+    least_squares: Annotated[
+        bool, Shown("With matching-pursuit: fit the codes of the latents chosen to the row anew.")
+    ] = False
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         from ..pursuit import pursued
 
-        return pursued(pre, parameters["W_enc"], self.k)
+        return pursued(pre, parameters["W_enc"], self.k, self.least_squares)
 
 
 KINDS = (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit)

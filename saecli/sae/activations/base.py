@@ -177,8 +177,8 @@ class Activation(Config):
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
     trained: ClassVar[tuple[str, ...]] = ()  # names of parameters that have a gradient
-    # Whether codes compare directions of latents, so that a scale for each dimension would change them.
-    one_scale: ClassVar[bool] = False
+    # Whether codes depend on angles between latents, in the metric of training; then `parameters` have W_enc in it.
+    compares_directions: ClassVar[bool] = False
     estimates_threshold: ClassVar[bool] = False  # at the end of training
     of_codes: ClassVar[tuple[str, ...]] = ()  # settings that a trained SAE's codes depend on
     sets_l0: ClassVar[str] = ""  # the setting that is the L0 wanted, if there is one
