@@ -139,7 +139,7 @@ ACTS = [
     ("topk", {"k": 3}),
     ("abs-topk", {"k": 3}),
     ("batchtopk", {"k": 3}),
-    ("matching-pursuit", {"k": 3}),
+    ("matching-pursuit", {"k": 3, "least_squares": True}),
 ]
 SOLVERS = [
     ("sgd", {}),
