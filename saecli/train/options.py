@@ -92,6 +92,14 @@ class TrainingConfig(Config):
             advanced=True,
         ),
     ] = False
+    k_start: Annotated[
+        Count | None,
+        Shown(
+            "Active latents per row at the start, from which they fall to --k over the first half of the steps. "
+            "Default: --k.",
+            advanced=True,
+        ),
+    ] = None
     epochs: Annotated[
         Count | None,
         Shown(

@@ -131,6 +131,7 @@ class Plan:
                 "--normalize model needs weights of the model's later norms, which a store of a residual stream has; "
                 "use --normalize scale"
             )
+        _check_k_start(training, activation)
         solver.check(training, train_rows)
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start, kept_out=kept_out)
@@ -212,6 +213,21 @@ def fill_defaults(
         prefixes=_prefixes(training.prefixes, d_sae),
         precision=_precision(training, d_in * d_sae),
     )
+
+
+def _check_k_start(training: TrainingConfig, activation: Activation) -> None:
+    k_start = training.k_start
+    if k_start is None:
+        return
+    if not isinstance(activation, KeepsK):
+        raise ConfigError(
+            f"--k-start does nothing with --act {activation.name}; leave it out, or use an activation with --k"
+        )
+    most = training.d_sae or k_start
+    if not activation.k <= k_start <= most:
+        raise ConfigError(
+            f"--k-start must be from --k, {activation.k}, to --d-sae, {most}, got {k_start}; change one of them"
+        )
 
 
 def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) -> TrainingConfig:

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..base.devices import products_in
 from ..base.processes import ALONE, Communicator
+from ..sae.activations import KeepsK
+from ..sae.activations.base import FALL
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .descent import Descent, Draws, StepReport, Task
@@ -34,6 +37,7 @@ class Solver(Descent):
         super().__init__(dictionary, fixed, task, config, communicator)
         self.paper = config if isinstance(config, Paper) else Paper()
         self.penalty = dictionary.activation.penalty(task.sparsity)
+        self._k = dictionary.k or 0
         self.smoothing = Smoothing(float(task.training.smoothing), task.sample.x, task.sample.y)
         self.inflation = self.smoothing.inflation
         self.hold_encoder()
@@ -50,6 +54,7 @@ class Solver(Descent):
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
         """One optimiser step; also the smoothed batch's codes."""
         task, dictionary, step = self.task, self.dictionary, self.steps
+        self._lower_k()
         batch = self.smoothing(batch, task.draws(step, Draws.STEP))
         self.optimizer.zero_grad()
         with products_in(task.training.precision):
@@ -62,6 +67,14 @@ class Solver(Descent):
         l0 = codes.count().double() / batch.size
         squared_error = loss.squared_error.detach()
         return StepReport(self.steps, batch.size, value.detach(), squared_error, l0), codes
+
+    def _lower_k(self) -> None:
+        """k falls from `k_start` over the first half of the steps."""
+        activation, k_start = self.dictionary.activation, self.task.training.k_start
+        if k_start is not None and isinstance(activation, KeepsK):
+            left = max(0.0, 1 - self.steps / (FALL * self.task.steps))
+            k = self._k + round((k_start - self._k) * left)
+            self.dictionary.activation = replace(activation, k=k)
 
     def extra_loss(self) -> Tensor | float:
         """The paper's proximal terms and weight decay, over N."""

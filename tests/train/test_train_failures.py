@@ -268,6 +268,8 @@ def test_a_finished_run_without_its_checkpoint_is_not_overwritten(sae: CommandLi
 WRONG = [
     ("--tied", "--tied does nothing with --solver pam-sgd"),
     ("--act relu --k 4", "--k does nothing with --act relu"),
+    ("--act relu --k-start 4", "--k-start does nothing with --act relu"),
+    ("--act topk --k 4 --k-start 3", "--k-start must be from --k, 4, to --d-sae"),
     ("--solver sgd --alpha 1", "--alpha does nothing with --solver sgd"),
     ("--act topk --k 25 --d-sae 24", "--k must be at most --d-sae, 24"),
     ("--act topk --k 2 --k 100000", "--k must be at most --d-sae"),
