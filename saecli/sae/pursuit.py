@@ -28,7 +28,7 @@ def pursued(pre: Tensor, W_enc: Tensor, k: int, least_squares: bool) -> Codes:
     directions = (W / norms[:, None]).to(product_dtype(W.dtype))
     choose = _chosen_on_cpu if pre.device.type == "cpu" else chosen
     latents, v = choose(pre.detach(), norms, directions, k)
-    given = v > 0, latents, norms, least_squares
+    given = v, latents, norms, directions, least_squares
     return at(pre, latents, lambda own: _Codes.apply(own, W_enc, *given))
 
 
@@ -92,11 +92,11 @@ def cosines_of(directions: Tensor) -> Tensor:
 
 
 class _Codes(torch.autograd.Function):
-    """`z = max(v, 0) ||w||`, where `A v = s = pre / ||w||`, in float32 or more; with latents held, differentiable in
-    their pre-activations, (B, K), and W_enc.
+    """`z = max(v, 0) ||w||`, where `A v = s = pre / ||w||`. With latents held, differentiable in their pre-activations,
+    (B, K), and W_enc.
 
     C being the cosines of those of a row's latents that add to it, A is C + RIDGE I for `least_squares`, else I plus
-    the part of C below the diagonal: a latent explains what those chosen before it have left.
+    the part of C below the diagonal: a latent explains what those chosen before it have left. That v is the pursuit's.
     """
 
     @staticmethod
@@ -104,43 +104,61 @@ class _Codes(torch.autograd.Function):
         ctx: Any,
         pre: Tensor,
         W_enc: Tensor,
-        adds: Tensor,
+        v: Tensor,
         latents: Tensor,
         norms: Tensor,
+        directions: Tensor,
         least_squares: bool,
     ) -> Tensor:
-        directions, sizes = _of_latents(W_enc, norms, latents)
-        cosines = directions @ directions.mT
-        related = adds[:, :, None] & adds[:, None]
-        related = related.tril(-1) | related.triu(1) if least_squares else related.tril(-1)
-        diagonal = torch.full_like(sizes, 1 + RIDGE if least_squares else 1)
-        A = cosines.where(related, 0) + diagonal.diag_embed()
+        adds = v > 0
+        sizes = norms[latents].to(torch.promote_types(norms.dtype, torch.float32))
         s = pre / sizes
-        v = torch.linalg.solve(A, (s * adds)[..., None])[..., 0]
-        ctx.save_for_backward(s, v, W_enc, norms, latents, cosines, related, A)
+        if least_squares:
+            _, cosines = _of_latents(directions, latents, s.dtype)
+            A = _system(cosines, _related(adds, least_squares), least_squares)
+            v = torch.linalg.solve(A, (s * adds)[..., None])[..., 0]
+        ctx.save_for_backward(s, v, adds, latents, sizes, directions)
+        ctx.least_squares = least_squares
         return (v.relu() * sizes).to(pre.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        s, v, W_enc, norms, latents, cosines, related, A = ctx.saved_tensors
-        directions, sizes = _of_latents(W_enc, norms, latents)
+        s, v, adds, latents, sizes, directions = ctx.saved_tensors
+        own, cosines = _of_latents(directions, latents, s.dtype)
+        related = _related(adds, ctx.least_squares)
+        A = _system(cosines, related, ctx.least_squares)
         to_z = gradient.where(v > 0, 0)
         to_s = torch.linalg.solve(A.mT, (to_z * sizes)[..., None])[..., 0]
         to_A = -(to_s[:, :, None] * v[:, None]).where(related, 0)  # (B, K, K)
         to_cosines = (to_A + to_A.mT) / sizes[..., None]
         # Of a norm; and a direction has no gradient along itself.
         along = to_z * v - to_s * s / sizes - (to_cosines * cosines).sum(2)
-        to_w = (to_cosines + along.diag_embed()) @ directions  # (B, K, D)
-        numbers = torch.arange(latents.numel(), device=latents.device)
-        ones = torch.ones_like(s).flatten()
-        by_choice = SparseCodes(ones, numbers, latents.flatten(), len(norms))
-        to_W_enc = by_choice.transposed_times(to_w.flatten(0, 1)).T
-        return (to_s / sizes).to(gradient), to_W_enc.to(W_enc), None, None, None, None
+        factors = (to_cosines + along.diag_embed()).to(own.dtype)
+        to_w = (factors @ own).flatten(0, 1)  # (B K, D), by choice
+        choices = torch.arange(len(to_w), device=to_w.device)
+        ones = torch.ones_like(to_w[:, 0])
+        by_choice = SparseCodes(ones, choices, latents.flatten(), len(directions))
+        to_W_enc = by_choice.transposed_times(to_w).T.to(gradient)
+        return (to_s / sizes).to(gradient), to_W_enc, None, None, None, None, None
 
 
-def _of_latents(W_enc: Tensor, norms: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Directions, (B, K, D), and norms, (B, K), of each row's latents, in float32 or more."""
-    own = W_enc.T.index_select(0, latents.flatten()).view(*latents.shape, len(W_enc))
-    sizes = norms[latents].to(torch.promote_types(norms.dtype, torch.float32))
-    return own / sizes[..., None], sizes
+def _of_latents(
+    directions: Tensor, latents: Tensor, precision: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Directions, (B, K, D), and cosines, (B, K, K), of each row's latents."""
+    own = directions.index_select(0, latents.flatten())
+    own = own.view(*latents.shape, directions.shape[1])
+    return own, (own @ own.mT).to(precision)
+
+
+def _related(adds: Tensor, least_squares: bool) -> Tensor:
+    """Which two latents of a row explain the same, (B, K, K), in A."""
+    both = adds[:, :, None] & adds[:, None]
+    return both.tril(-1) | both.triu(1) if least_squares else both.tril(-1)
+
+
+def _system(cosines: Tensor, related: Tensor, least_squares: bool) -> Tensor:
+    """A, (B, K, K)."""
+    diagonal = torch.ones_like(cosines[:, 0]) + (RIDGE if least_squares else 0)
+    return cosines.where(related, 0) + diagonal.diag_embed()

@@ -22,6 +22,7 @@ import typer
 
 import saecli
 from saecli import SAE, ActivationStore
+from saecli.sae.activations import ACTIVATIONS, KeepsK
 from tests.benchmarks.saelens import trained
 
 ACTS = ("topk", "batchtopk", "jumprelu", "relu")
@@ -82,7 +83,7 @@ def ours(
 ) -> Iterator[tuple[Line, SAE]]:
     for act in acts:
         sparsities: list[dict[str, Any]] = [{"target_l0": float(l0)}]
-        if "topk" in act:
+        if issubclass(ACTIVATIONS[act], KeepsK):
             sparsities = [{"k": l0}]
         elif act == "relu":
             sparsities = [{"sparsity_weight": weight} for weight in weights]
