@@ -234,8 +234,10 @@ class Dictionary(Module, ABC):
         function = self.activation.training_codes if training else self.activation
         parameters = self.activation_parameters
         if self.activation.compares_directions:
-            scale = self.normalisation.of_sae()[1]
-            parameters = parameters | {"W_enc": self.W_enc * scale[:, None]}
+            W_enc = self.W_enc
+            if self.scale is not None:  # else rows, and so W_enc, are in the metric already
+                W_enc = W_enc * self.scale[: self.d_in, None]
+            parameters = parameters | {"W_enc": W_enc}
         return function(pre, parameters)
 
     def predicted(self, x: Tensor, codes: Codes) -> Tensor:

@@ -14,9 +14,8 @@ from ..base.devices import product_dtype
 from .codes import Codes, SparseCodes, at
 
 MOST_COSINES = 1 << 28  # 1 GiB in float32
-RIDGE = (
-    1e-3  # of codes, next to a cosine of 1: two latents of one direction share what they explain
-)
+# Of codes, next to a cosine of 1: two latents of one direction share what they explain.
+RIDGE = 1e-3
 PANEL, ROWS = 192, 256  # columns of cosines, and rows pursued, at a time
 
 
@@ -115,7 +114,7 @@ class _Codes(torch.autograd.Function):
         s = pre / sizes
         if least_squares:
             _, cosines = _of_latents(directions, latents, s.dtype)
-            A = _system(cosines, _related(adds, least_squares), least_squares)
+            A, _ = _system(cosines, adds, least_squares)
             v = torch.linalg.solve(A, (s * adds)[..., None])[..., 0]
         ctx.save_for_backward(s, v, adds, latents, sizes, directions)
         ctx.least_squares = least_squares
@@ -126,8 +125,7 @@ class _Codes(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         s, v, adds, latents, sizes, directions = ctx.saved_tensors
         own, cosines = _of_latents(directions, latents, s.dtype)
-        related = _related(adds, ctx.least_squares)
-        A = _system(cosines, related, ctx.least_squares)
+        A, related = _system(cosines, adds, ctx.least_squares)
         to_z = gradient.where(v > 0, 0)
         to_s = torch.linalg.solve(A.mT, (to_z * sizes)[..., None])[..., 0]
         to_A = -(to_s[:, :, None] * v[:, None]).where(related, 0)  # (B, K, K)
@@ -152,13 +150,11 @@ def _of_latents(
     return own, (own @ own.mT).to(precision)
 
 
-def _related(adds: Tensor, least_squares: bool) -> Tensor:
-    """Which two latents of a row explain the same, (B, K, K), in A."""
+def _system(cosines: Tensor, adds: Tensor, least_squares: bool) -> tuple[Tensor, Tensor]:
+    """A, (B, K, K), and a mask of its cosines, which are off the diagonal."""
     both = adds[:, :, None] & adds[:, None]
-    return both.tril(-1) | both.triu(1) if least_squares else both.tril(-1)
-
-
-def _system(cosines: Tensor, related: Tensor, least_squares: bool) -> Tensor:
-    """A, (B, K, K)."""
-    diagonal = torch.ones_like(cosines[:, 0]) + (RIDGE if least_squares else 0)
-    return cosines.where(related, 0) + diagonal.diag_embed()
+    related, ridge = both.tril(-1), 0.0
+    if least_squares:
+        related, ridge = related | related.mT, RIDGE
+    diagonal = torch.full_like(cosines[:, 0], 1 + ridge)
+    return cosines.where(related, 0) + diagonal.diag_embed(), related

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from ..sae.dictionary import SAE
     from ..store.reader import RowSource
 
-DEFAULT_ACT = (
-    "batchtopk"  # SmolLM2, layer 15, L0 32: FVU 0.172, KL 0.285; relu with L1 0.196, 0.355
-)
+# SmolLM2, layer 15, L0 32: FVU 0.172, KL 0.285; relu with L1 0.196, 0.355.
+DEFAULT_ACT = "batchtopk"
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
 TRAIN_ON = 0.25  # learning rate with --init, over sgd's of DEFAULT_STEPS from random directions

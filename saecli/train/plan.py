@@ -131,7 +131,6 @@ class Plan:
                 "--normalize model needs weights of the model's later norms, which a store of a residual stream has; "
                 "use --normalize scale"
             )
-        _check_k_start(training, activation)
         solver.check(training, train_rows)
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start, kept_out=kept_out)
@@ -200,6 +199,8 @@ def fill_defaults(
     training = replace(training, batch_size=min(training.batch_size, rows))
     d_sae = training.latents(d_in)
     activation.check(d_sae)
+    if training.k_start is not None:
+        _check_k_start(training.k_start, activation, d_sae)
     training = _fill_sparsity(training, activation, d_in)
     if not training.steps:
         wanted = math.ceil(DEFAULT_STEPS / training.epoch_batches(rows))
@@ -215,18 +216,14 @@ def fill_defaults(
     )
 
 
-def _check_k_start(training: TrainingConfig, activation: Activation) -> None:
-    k_start = training.k_start
-    if k_start is None:
-        return
+def _check_k_start(k_start: int, activation: Activation, d_sae: int) -> None:
     if not isinstance(activation, KeepsK):
         raise ConfigError(
             f"--k-start does nothing with --act {activation.name}; leave it out, or use an activation with --k"
         )
-    most = training.d_sae or k_start
-    if not activation.k <= k_start <= most:
+    if not activation.k <= k_start <= d_sae:
         raise ConfigError(
-            f"--k-start must be from --k, {activation.k}, to --d-sae, {most}, got {k_start}; change one of them"
+            f"--k-start must be from --k, {activation.k}, to --d-sae, {d_sae}, got {k_start}; change one of them"
         )
 
 

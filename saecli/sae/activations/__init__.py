@@ -305,7 +305,7 @@ class MatchingPursuit(KeepsK):
     of_codes: ClassVar[tuple[str, ...]] = ("k", "least_squares")
 
     least_squares: Annotated[
-        bool, Shown("With matching-pursuit: fit the codes of the latents chosen to the row anew.")
+        bool, Shown("Fit the codes of the latents chosen to the row anew, by least squares.")
     ] = False
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
