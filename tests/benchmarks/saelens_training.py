@@ -4,11 +4,12 @@
     python saelens_training.py steps D_IN D_SAE BATCH STEPS THREADS DEVICE CASE ...
 
 A case is "relu", "topk-K", "batchtopk-K", "matryoshka-K", which has levels of `PARTS` of D_SAE, or "jumprelu-L0", with
-SAELens' quadratic penalty about a target L0. The first trains on FOLDER/train.npy, normalised rows in memory, saves the
-SAE as FOLDER/RATE, and prints as JSON the seconds of processor time of its training alone, the fraction of latents that
-it counts as dead, and L0 and FVU on FOLDER/test.npy. The schedule is that of SAELens' own tutorial: the rate falls to
-zero over the last steps (--decay); all else is its default. The second prints as JSON the least seconds of a full
-training step of each case, after two others; a case may end in "-bf16" for SAELens' own autocast to bfloat16.
+SAELens' quadratic penalty about a target L0; "-whitened" after it is SAELens' own whitening of the rows. The first
+trains on FOLDER/train.npy, normalised rows in memory, saves the SAE as FOLDER/RATE, and prints as JSON the seconds of
+processor time of its training alone, the fraction of latents that it counts as dead, and L0 and FVU on FOLDER/test.npy.
+The schedule is that of SAELens' own tutorial: the rate falls to zero over the last steps (--decay); all else is its
+default. The second prints as JSON the least seconds of a full training step of each case, after two others; a case may
+end in "-bf16" for SAELens' own autocast to bfloat16.
 """
 
 import argparse
@@ -44,8 +45,10 @@ PARTS = (16, 4, 2, 1)  # a level of a Matryoshka SAE has one in so many of its l
 
 def new_sae(case: str, d_in: int, d_sae: int, **topk: Any) -> TrainingSAE:
     """An SAE as SAELens begins it by default, but for its size, its sparsity, and what is given for topk."""
-    shape = {"d_in": d_in, "d_sae": d_sae}
-    kind, _, k = case.partition("-")
+    shape: dict[str, Any] = {"d_in": d_in, "d_sae": d_sae}
+    if case.endswith("-whitened"):
+        shape["normalize_activations"] = "covariance_whitening"
+    kind, _, k = case.removesuffix("-whitened").partition("-")
     if kind == "relu":
         return StandardTrainingSAE(StandardTrainingSAEConfig(**shape, l1_coefficient=1.0))
     if kind == "topk":
