@@ -5,28 +5,31 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-quick=false out=results/$section seeds=1 data="" jobs=""
+quick=false out=results/$section seeds=1 data="" model="" jobs="" first=""
 given=""  # what decides the results, for the report
 
 usage() {
     cat <<TEXT
-usage: $0 [--quick] [--out DIR] [--seeds N] [--jobs N]${takes:+ [--data FILE]}
+usage: $0 [--quick] [--out DIR] [--seeds N] [--jobs N] [--first N]${takes:+ [--data FILE]}${models:+ [--model MODEL]}
 
   --quick     offline, in minutes on two cores
   --out DIR   folder of stores, runs, tables (CSV, JSON) and figures [results/$section]
   --seeds N   seeds of every run [1]
-  --jobs N    runs at a time [with --quick one a core, else one]${takes:+
-  --data FILE $takes}
+  --jobs N    runs at a time [one a core]
+  --first N   train the first N runs, and draw what is there [all]${takes:+
+  --data FILE $takes}${models:+
+  --model MODEL $models}
 TEXT
 }
 
 while (($#)); do
     case $1 in
         --quick) quick=true given+=" --quick" ;;
-        --out | --seeds | --jobs | --data)
+        --out | --seeds | --jobs | --first | --data | --model)
             (($# > 1)) || { echo "$0: $1 needs a value; see $0 --help" >&2; exit 2; }
-            [[ $1 != --data || -n ${takes:-} ]] || { echo "$0: --data does nothing here; leave it out" >&2; exit 2; }
-            [[ $1 != --seeds && $1 != --data ]] || given+=" $1 $2"
+            [[ $1 != --data || -n ${takes:-} ]] && [[ $1 != --model || -n ${models:-} ]] ||
+                { echo "$0: $1 does nothing here; leave it out" >&2; exit 2; }
+            [[ $1 == --out || $1 == --jobs ]] || given+=" $1 $2"
             printf -v "${1#--}" %s "$2"; shift ;;
         -h | --help) usage; exit ;;
         *) echo "$0: there is no option $1; see $0 --help" >&2; exit 2 ;;
@@ -34,21 +37,22 @@ while (($#)); do
     shift
 done
 [[ $seeds =~ ^[1-9][0-9]*$ ]] || { echo "$0: --seeds must be a whole number above 0, got $seeds" >&2; exit 2; }
-[[ $jobs =~ ^([1-9][0-9]*)?$ ]] || { echo "$0: --jobs must be a whole number above 0, got $jobs" >&2; exit 2; }
+for name in jobs first; do
+    [[ ${!name} =~ ^([1-9][0-9]*)?$ ]] ||
+        { echo "$0: --$name must be a whole number above 0, got ${!name}" >&2; exit 2; }
+done
 for needed in sae python; do
     command -v "$needed" > /dev/null || { echo "$0: expected $needed on the PATH, got none; install saecli" >&2; exit 2; }
 done
 
 cores=$(getconf _NPROCESSORS_ONLN)
-if [[ -z $jobs ]]; then
-    if $quick; then jobs=$cores; else jobs=1; fi  # a GPU, or all cores, for each run in turn
-fi
+jobs=${jobs:-$cores}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} # for what loads torch before saecli sets it
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + jobs - 1) / jobs))}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 if $quick; then form=quick; else form=full; fi
-form+=${data:+ form of $data}
+form+=${data:+ form of $data}${model:+ form of $model}
 if [[ -f $out/form && $(< "$out/form") != "$form" ]]; then
     echo "$0: $out holds runs of another form, $(< "$out/form"), and not $form; give another --out" >&2
     exit 2
@@ -62,6 +66,11 @@ todo=$out/todo
 # per FACTOR...: their product, such as a weight in a mean over rows and dimensions times N and d_in.
 per() {
     awk 'BEGIN { product = 1; for (i = 1; i < ARGC; i++) product *= ARGV[i]; printf "%.9g", product }' "$@"
+}
+
+# share_of COUNT ROWS: the fraction, at most 1.
+share_of() {
+    awk -v count="$1" -v rows="$2" 'BEGIN { printf "%.9g", count < rows ? count / rows : 1 }'
 }
 
 # settled OPTION...: the same, of an option that is given twice only the last, but of --data all.
@@ -98,6 +107,10 @@ train() {
 
 # trained: train what is on the list; `--config` names a file of presets/.
 trained() {
+    if [[ -n $first ]]; then
+        head -n "$first" "$todo" > "$todo.first"
+        mv "$todo.first" "$todo"
+    fi
     echo "$(wc -l < "$todo") runs to train, $jobs at a time" >&2
     if [[ -s $todo ]]; then
         (cd "$here/presets" && xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null)
@@ -105,21 +118,46 @@ trained() {
     rm "$todo"
 }
 
-# activations EPOCHS: the paper's rows of Gemma-2-2B, layer 12, each the last token of a text; with --quick rows of
-# tiny-gemma2, and widths in proportion (2.2 rows per latent, 8% of latents active, as with K = 320). Sets d_in, d_sae,
-# rows (an experiment's training rows), share (rows as a fraction of the store's), batch, and settings: the options of
-# all runs, which later ones override.
+# geometry RUN: what `sae geometry` says of a run on all rows, into geometry.json.
+geometry() {
+    if [[ -f $SAE_HOME/runs/$1/run.json ]]; then sae geometry "$1" --split all --json > "$out/geometry.json"; fi
+}
+
+# real NAME...: fetch real models, texts or images by real/models.py into real/ beside the output folder.
+real() {
+    real=$(dirname "$out")/real
+    python "$here/real/models.py" "$real" --only "$@" >&2
+}
+
+# activations EPOCHS: 10,000 rows of layer 12, each the last token of a text, of Gemma 3 270M or of --model, extracted
+# once for all sections; with --quick rows of tiny-gemma2. d_sae is the paper's 4096 latents for 2304 dimensions, in
+# proportion (with --quick 2.2 rows per latent). Sets d_in, d_sae, rows (an experiment's training rows), share (rows as
+# a fraction of the store's), batch, and settings: the options of all runs, which later ones override.
 activations() {
-    local epochs=$1
+    local epochs=$1 stores=$SAE_HOME name=activations
+    share=1 batch=256 rows=9000
     if $quick; then
         d_in=128 d_sae=256 rows=562 share=0.416 batch=32
-        set -- --model tiny-gemma2 --rows 1500
+        set -- --model tiny-gemma2 --rows 1500 --context 128
+    elif [[ -n $model ]]; then
+        d_in=2304 d_sae=4096
+        set -- --model "$model" --layer 12 --rows 10000 --context 128
     else
-        d_in=2304 d_sae=4096 rows=9000 share=1 batch=256
-        set -- --model google/gemma-2-2b --layer 12 --rows 10000
+        d_in=640 d_sae=1138 name=gemma3
+        real gemma3 text
+        stores=$real/home
+        set -- --model "$real/gemma-3-270m-q4_k_m.gguf" --layer 12 --rows 10000 --context 64
+        for text in news code reviews; do set -- "$@" --dataset "$real/$text.jsonl"; done
+        mkdir -p "$SAE_HOME/activations"
+        ln -sfn "$stores/activations/$name" "$SAE_HOME/activations/activations"
     fi
-    sae extract "$@" --site resid_pre --positions last --context 128 --dtype float32 --name activations > /dev/null
+    SAE_HOME=$stores sae extract "$@" --site resid_pre --positions last --dtype float32 --name "$name" > /dev/null
     settings="--data activations --d-sae $d_sae --normalize standardize --epochs $epochs"
+}
+
+# latents K: K of the paper's 4096 latents, as many of d_sae.
+latents() {
+    echo $((($1 * d_sae + 2048) / 4096))
 }
 
 # paper_pam FRACTION [MU], paper_sgd FRACTION [MU], paper_l1 LAMBDA: options of the paper's code for language models, on

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from measured import WAYS, Errors, Run, errors, means, ratios, select, with_base
+from measured import WAYS, Errors, Run, by_rows, errors, means, select, with_base
+from verdicts import Ratio, ratios
 
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 
@@ -13,7 +14,7 @@ KINDS = {
     "decay": ("weight decay", 0.0),
     "proximal": ("mu and nu, encoder", 0.0),
 }  # by group: name of the value, and its value in `base`
-NAMES = {"sgd": "SGD at {:g}", "paper": "PAM-SGD at {:g}"}
+ABLATED = {"sgd": "SGD at {:g}", "paper": "PAM-SGD at {:g}"}
 NARROW = 3  # ratio of values up to which an axis is linear
 
 
@@ -54,10 +55,10 @@ def plot_errors(
         if apart:
             axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
     axes.set(xlabel=xlabel)
-    if not apart:
-        log_scale(axes, "x")
     every = [fvu for by_value in found.values() for seeds in by_value.values() for fvu in seeds]
-    if max(every) > NARROW * min(every):
+    if every and not apart:
+        log_scale(axes, "x")
+    if every and max(every) > NARROW * min(every):
         log_scale(axes, "y")
 
 
@@ -82,64 +83,60 @@ def curves(out: Path, runs: list[Run], acts: Mapping[str, str]) -> None:
                     )
             axes.set(title=title, xlabel="epoch", ylabel="test FVU")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            log_scale(axes, "y")
+            if axes.lines:
+                log_scale(axes, "y")
         legend_below(drawn, *panels[0].get_legend_handles_labels())
 
 
 def sizes(out: Path, runs: list[Run], acts: Mapping[str, str]) -> dict[str, dict[str, Errors]]:
-    """Draw the test error against the share of the rows into `sizes.png`.
+    """Draw the test error against the training rows into `sizes.png`.
 
     Returns:
         The errors, by activation and way.
     """
-    found = {
-        act: {way: errors(with_base(select(runs, act=act, way=way), "size", 1)) for way in WAYS}
-        for act in acts
-    }
+    found = {act: {way: by_rows(select(runs, act=act, way=way)) for way in WAYS} for act in acts}
     with figure(out / "sizes.png", 9, 3.4) as drawn:
         panels = drawn.subplots(1, len(acts))
         for axes, (act, title) in zip(panels, acts.items(), strict=True):
-            plot_errors(axes, found[act], "fraction of the training rows")
+            plot_errors(axes, found[act], "training rows")
             axes.set(title=title, ylabel="test FVU")
         legend_below(drawn, *panels[0].get_legend_handles_labels())
     return found
 
 
+def varied(
+    runs: list[Run], kinds: Mapping[str, tuple[str, float]] = KINDS
+) -> dict[str, dict[str, Errors]]:
+    """Test errors of the ablations that there are, by group and way; what they vary from included."""
+    found: dict[str, dict[str, Errors]] = {}
+    for group, (_, base) in kinds.items():
+        of_ways = {way: select(runs, act="topk", way=way) for way in ABLATED}
+        found[group] = {
+            way: errors(with_base(some, group, base))
+            for way, some in of_ways.items()
+            if select(some, group=group)
+        }
+    return {group: series for group, series in found.items() if series}
+
+
 def ablations(
-    out: Path,
-    runs: list[Run],
-    acts: Mapping[str, str],
-    kinds: Mapping[str, tuple[str, float]] = KINDS,
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Draw the test error against weight decay and proximal weight into `ablations.png`.
+    out: Path, found: Mapping[str, Mapping[str, Errors]], labels: Mapping[str, str]
+) -> dict[str, dict[str, Ratio]]:
+    """Draw the test error against the value of each ablation into `ablations.png`, a panel a group.
 
     Returns:
-        Errors over those at the least value, by activation and group, and by way and value.
+        Errors over those at the least value, by group, and by way and value.
     """
-    acts = {act: title for act, title in acts.items() if select(runs, act=act, group="decay")}
-    found: dict[str, dict[str, dict[str, float]]] = {act: {} for act in acts}
-    with figure(out / "ablations.png", 10.5, 3.2 * len(acts)) as drawn:
-        grid = drawn.subplots(len(acts), len(kinds), squeeze=False)
-        for row, (act, title) in zip(grid, acts.items(), strict=True):
-            for axes, (group, (label, base)) in zip(row, kinds.items(), strict=True):
-                ways = [
-                    way for way in ("sgd", "paper") if select(runs, group=group, act=act, way=way)
-                ]
-                series = {
-                    way: errors(with_base(select(runs, act=act, way=way), group, base))
-                    for way in ways
-                }
-                plot_errors(axes, series, label, apart=True)
-                least = min(next(iter(series.values())))
-                axes.set(ylabel=f"test FVU, {title}" if axes is row[0] else "")
-                found[act][group] = {
-                    setting: ratio
-                    for way, by_value in series.items()
-                    for setting, ratio in ratios(
-                        {value: seeds for value, seeds in by_value.items() if value != least},
-                        dict.fromkeys(by_value, by_value[least]),
-                        NAMES[way],
-                    ).items()
-                }
-        legend_below(drawn, *grid[0, 1].get_legend_handles_labels())
-    return found
+    over: dict[str, dict[str, Ratio]] = {}
+    with figure(out / "ablations.png", 1 + 3.5 * max(1, len(found)), 3.2) as drawn:
+        panels = drawn.subplots(1, max(1, len(found)), squeeze=False)[0]
+        for axes, (group, series) in zip(panels, found.items(), strict=False):
+            plot_errors(axes, series, labels[group], apart=True)
+            over[group] = {}
+            for way, by_value in series.items():
+                least = min(by_value)
+                more = {value: seeds for value, seeds in by_value.items() if value != least}
+                over[group] |= ratios(more, dict.fromkeys(more, by_value[least]), ABLATED[way])
+        panels[0].set_ylabel("test FVU, TopK")
+        legend_below(drawn, *panels[0].get_legend_handles_labels())
+    return over

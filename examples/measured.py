@@ -1,4 +1,4 @@
-"""Common to the scripts of this folder: runs by their names, tables, and claims with verdicts.
+"""Common to the scripts of this folder: runs by their names, their errors, and tables.
 
 A run is called GROUP-ACT-WAY-VALUE-SEED (see `common.sh`). Errors are the fraction of variance unexplained (FVU) of
 held-out rows: the mean squared error relative to predicting the mean.
@@ -10,7 +10,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -27,10 +27,9 @@ from saecli.train.runs import read_metrics
 WAYS = {
     "sgd": "SGD, tied, as in the paper's code",
     "paper": "PAM-SGD, as in the paper's code",
-    "default": "PAM-SGD, the tool's defaults",
+    "fair": "sgd, the tool's defaults",
+    "default": "pam-sgd, the tool's defaults",
 }
-FRACTION = "{:.0%} of the rows"
-LEVEL = 0.02  # errors that differ by less of themselves count as the same
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,11 @@ class Run:
     def sae(self) -> SAE:
         """The SAE, acting on the store's rows."""
         return load(self.folder).sae
+
+    @property
+    def rows(self) -> int:
+        """Training rows."""
+        return self.document["result"]["rows_train"]
 
     def curve(self) -> tuple[list[int], list[float]]:
         """Epochs, and the test FVU after each."""
@@ -111,6 +115,14 @@ def with_base(runs: Sequence[Run], group: str, value: float) -> list[Run]:
     return varied + [replace(run, group=group, value=value) for run in select(runs, group="base")]
 
 
+def by_rows(runs: Sequence[Run], key: str = "test_fvu") -> Errors:
+    """A measure by training rows: of the runs on some of them, and of `base` where none of those had as many."""
+    some = [replace(run, value=run.rows) for run in select(runs, group="size")]
+    known = {run.rows for run in some}
+    base = [replace(run, value=run.rows) for run in select(runs, group="base")]
+    return errors([*some, *(run for run in base if run.rows not in known)], key)
+
+
 def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:
     """Write the measures of runs as `NAME.csv` and `NAME.json`, one line per run."""
     lines = [
@@ -141,92 +153,6 @@ def write_series(out: Path, name: str, series: Mapping[str, Sequence[float]]) ->
     (out / f"{name}.json").write_text(json.dumps(series, indent=1) + "\n", encoding="utf-8")
     with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([list(series), *zip_longest(*series.values())])
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A statement of the paper, and its verdict here.
-
-    Args:
-        statement: the statement, in words of this page.
-        verdict: "holds", "does not hold", or "holds when:" and the settings for which it does.
-        evidence: the numbers behind it, in words.
-        figure: the file of a picture.
-    """
-
-    statement: str
-    verdict: str
-    evidence: str
-    figure: str
-
-
-def verdict(ratios: Mapping[str, float]) -> str:
-    """The verdict on "our errors are lower", given their ratios to a baseline's, by setting."""
-    won = [setting for setting, ratio in ratios.items() if ratio < 1 - LEVEL]
-    if len(won) == len(ratios):
-        return "holds"
-    return f"holds when: {'; '.join(won)}" if won else "does not hold"
-
-
-def listed(ratios: Mapping[str, float]) -> str:
-    """Ratios by setting, in words."""
-    return "; ".join(f"{setting}: {ratio:.3g}" for setting, ratio in ratios.items())
-
-
-def ratios(ours: Errors, theirs: Errors, form: str = "{:g}") -> dict[str, float]:
-    """Mean error over mean error, by the values that both have, formatted."""
-    above, below = means(ours), means(theirs)
-    return {form.format(value): above[value] / below[value] for value in above if value in below}
-
-
-def efficiency_claims(
-    by_size: Mapping[str, Mapping[str, Errors]], titles: Mapping[str, str], where: str
-) -> list[Claim]:
-    """Claims on the error by fraction of the rows, from errors by activation and way."""
-    claims = []
-    for act, title in titles.items():
-        ours, tools = (
-            ratios(by_size[act][way], by_size[act]["sgd"], FRACTION) for way in ("paper", "default")
-        )
-        claims.append(
-            Claim(
-                f"{where}, {title}: PAM-SGD reaches a lower test error than SGD, above all with few rows",
-                verdict(ours),
-                f"FVU over SGD's: {listed(ours)}. Of the tool's defaults: {listed(tools)}",
-                "sizes.png",
-            )
-        )
-    return claims
-
-
-def ablation_claims(over: Mapping[str, Mapping[str, float]], where: str) -> list[Claim]:
-    """Claims on weight decay and proximal weights, from errors relative to none."""
-    words = {
-        "decay": "weight decay lowers the test error",
-        "proximal": "proximal weights mu and nu lower the test error",
-    }
-    return [
-        Claim(
-            f"{where}: {words[group]}",
-            verdict(found),
-            f"FVU over the FVU without: {listed(found)}",
-            "ablations.png",
-        )
-        for group, found in over.items()
-    ]
-
-
-def write_claims(
-    out: Path, section: str, command: str, claims: Sequence[Claim], also: Sequence[str] = ()
-) -> None:
-    """Write the claims of a section for `report.py`, and further figures for it to show."""
-    document = {
-        "section": section,
-        "command": command,
-        "claims": [asdict(claim) for claim in claims],
-        "also": list(also),
-    }
-    (out / "claims.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def arguments(description: str, **lists: str) -> argparse.Namespace:

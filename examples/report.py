@@ -20,8 +20,9 @@ WIDTH, HUES = 1200, 48  # of copied figures: pixels, and colours
 HEAD = """# The paper's claims, their causes, and verdicts
 
 Written by `examples/report.py` from the measurements of this folder's scripts, not by hand. Errors are the fraction of
-variance unexplained (FVU) of held-out rows; "lower" means by more than 2%. Statements are paraphrased; those on
-ablations and causes are added here. A verdict is about the experiment above it, at its sizes.
+variance unexplained (FVU) of held-out rows. "Lower" means by more than 2%, and by the whole 95% interval over seeds,
+which is given after each mean where there are several. Statements are paraphrased; those on causes are added here. A
+verdict is about the experiment above it, at its sizes.
 """
 VERDICTS = {"holds": "holds", "holds when": "holds in part", "does not hold": "does not hold"}
 
@@ -49,9 +50,7 @@ def section(found: Section, folder: Path, figures: Path) -> str:
     names = dict.fromkeys([*(claim["figure"] for claim in found["claims"]), *found["also"]])
     for name in names:
         shrunk(folder / name, figures / f"{stem}-{name}")
-    for claim in sorted(
-        found["claims"], key=lambda claim: [*VERDICTS].index(kind(claim["verdict"]))
-    ):
+    for claim in found["claims"]:  # by weight
         link = f"[{Path(claim['figure']).stem}]({figures.name}/{stem}-{claim['figure']})"
         lines.append(
             f"| {claim['statement']} | **{claim['verdict']}** | {link}: {claim['evidence']} |"

@@ -19,8 +19,9 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from measured import Claim, arguments, rows_of, write_claims, write_series
+from measured import arguments, rows_of, write_series
 from torch import Tensor
+from verdicts import Claim, write_claims
 
 from saecli.sae.activations import Activation, KeepsK, Parameters
 from saecli.sae.codes import Codes

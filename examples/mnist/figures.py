@@ -1,30 +1,36 @@
 """Tables, figures and claims of the MNIST experiments; run by `run.sh`."""
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from drawn import ablations, curves, sizes
+from drawn import KINDS, ablations, curves, sizes, varied
 from matplotlib.axes import Axes
-from measured import (
-    WAYS,
-    Run,
+from measured import WAYS, Errors, Run, arguments, by_rows, rows_of, runs_of, select, write_table
+from verdicts import (
+    ROWS,
+    Claim,
+    Ratio,
     ablation_claims,
-    arguments,
     efficiency_claims,
-    rows_of,
-    runs_of,
-    select,
+    geometry_claims,
+    listed,
+    ratios,
+    sparsity_claims,
+    speed_claims,
+    verdict,
     write_claims,
-    write_table,
 )
 
 from saecli.show.style import COLOURS, figure
 
 ACTS = {"topk": "TopK, K = 15", "relu": "relu"}
-SHORT = {"sgd": "SGD", "paper": "PAM-SGD", "default": "defaults"}
+SHORT = {"sgd": "SGD", "paper": "PAM-SGD", "fair": "sgd", "default": "pam-sgd"}
 SHOWN = 8  # images, filters
+ROBUST = 0.1  # of an error: the change, at most, that leaves it much the same
+LABELS = {group: label for group, (label, _) in KINDS.items()} | {"updates": "updates per batch"}
 
 
 def picture(axes: Axes, pixels: np.ndarray, low: float, high: float, colours: str = "gray") -> None:
@@ -68,8 +74,13 @@ def patterns(out: Path, runs: list[Run], x: torch.Tensor) -> None:
     """Codes of three held-out images, latent by latent."""
     with figure(out / "patterns.png", 10.5, 5.4) as drawn:
         grid = drawn.subplots(3, 4, sharex=True)
-        columns = [(act, way) for act in ACTS for way in ("sgd", "paper")]
-        for panels, (act, way) in zip(grid.T, columns, strict=True):
+        columns = [
+            (act, way)
+            for act in ACTS
+            for way in ("sgd", "paper")
+            if select(runs, group="base", act=act, way=way)
+        ]
+        for panels, (act, way) in zip(grid.T, columns, strict=False):
             sae = select(runs, group="base", act=act, way=way, seed=0)[0].sae
             for axes, z in zip(panels, sae.encode(x[:3]).numpy(), strict=True):
                 active = np.flatnonzero(z)
@@ -82,25 +93,161 @@ def patterns(out: Path, runs: list[Run], x: torch.Tensor) -> None:
             axes.set_ylabel("code")
 
 
+def background(run: Run, x: torch.Tensor) -> float:
+    """The mean squared error where held-out images are black."""
+    error = (run.sae(x) - x).square()
+    return error[x == x.min()].mean().item()
+
+
+def roughness(run: Run, x: torch.Tensor) -> float:
+    """The mean square of differences between neighbouring pixels of decoder filters over that of their pixels, of the
+    latents that fire on held-out images."""
+    used = run.sae.encode(x).ne(0).any(0)
+    side = math.isqrt(x.shape[1])
+    filters = run.sae.W_dec[used].reshape(-1, side, side)
+    differences = [filters.diff(dim=dim).square().mean() for dim in (1, 2)]
+    return (sum(differences) / filters.square().mean()).item()
+
+
+def cleanness_claims(runs: list[Run], x: torch.Tensor) -> list[Claim]:
+    """Claims on the pictures: noise in the background of reconstructions, and roughness of filters."""
+    words = {
+        background: ("reconstructions are cleaner", "error on black pixels", "reconstructions.png"),
+        roughness: (
+            "filters are smoother",
+            "differences of neighbouring pixels in decoder filters",
+            "filters.png",
+        ),
+    }
+    claims = []
+    for measure, (said, evidence, name) in words.items():
+        over: dict[str, Ratio] = {}
+        for act, title in ACTS.items():
+            by_way: dict[str, Errors] = {
+                way: {0: [measure(run, x) for run in select(runs, group="base", act=act, way=way)]}
+                for way in ("sgd", "paper")
+            }
+            if by_way["paper"][0]:
+                over |= ratios(by_way["paper"], by_way["sgd"], title)
+        if over:
+            claims.append(
+                Claim(
+                    f"On images: PAM-SGD's {said} than SGD's",
+                    verdict(over),
+                    f"{evidence}, over SGD's: {listed(over)}",
+                    name,
+                )
+            )
+    return claims
+
+
+def updates(out: Path) -> dict[str, Errors]:
+    """What `updates.py` wrote: test errors by way and updates per batch."""
+    path = out / "updates.json"
+    lines = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found: dict[str, Errors] = {}
+    for line in lines:
+        found.setdefault(line["way"], {}).setdefault(line["updates"], []).append(line["test_fvu"])
+    return found
+
+
+def robustness_claims(over: dict[str, Ratio]) -> list[Claim]:
+    """The claim on several updates on each batch."""
+    pam = {setting: ratio for setting, ratio in over.items() if setting.startswith("PAM")}
+    if not pam:
+        return []
+    same = [setting for setting, ratio in pam.items() if abs(ratio.mean - 1) <= ROBUST]
+    return [
+        Claim(
+            "On images, TopK: PAM-SGD's test error hardly depends on the updates per batch",
+            "holds"
+            if len(same) == len(pam)
+            else f"holds when: {'; '.join(same)}"
+            if same
+            else "does not hold",
+            f"FVU over that of one update per batch, 10 epochs: {listed(over)}",
+            "ablations.png",
+        )
+    ]
+
+
+def cause_claims(by_size: dict[str, dict[str, Errors]], ridge: dict[str, Errors]) -> list[Claim]:
+    """What a chosen ridge changes in the paper's PAM-SGD."""
+    claims = []
+    for act, title in ACTS.items():
+        over = ratios(ridge[act], by_size[act]["paper"], ROWS)
+        if over:
+            claims.append(
+                Claim(
+                    f"On images, {title}: a chosen ridge lowers PAM-SGD's test error with few rows",
+                    verdict(over),
+                    f"FVU over that with a ridge of 1e-6: {listed(over)}",
+                    "sizes.png",
+                )
+            )
+    return claims
+
+
+def text_claims(runs: list[Run]) -> list[Claim]:
+    """TopK as the paper's text has it, by the K largest, beside the largest in magnitude of its code."""
+    errors_of = {
+        group: {
+            way: {
+                0: [run.final["test_fvu"] for run in select(runs, group=group, act="topk", way=way)]
+            }
+            for way in ("sgd", "paper")
+        }
+        for group in ("text", "base")
+    }
+    over: dict[str, Ratio] = {}
+    for way in ("sgd", "paper"):
+        if errors_of["text"][way][0]:
+            over |= ratios(errors_of["text"][way], errors_of["base"][way], SHORT[way])
+    if not over:
+        return []
+    return [
+        Claim(
+            "On images: the K largest codes, as in the paper's text, give a lower test error than the K largest in "
+            "magnitude, as in its code",
+            verdict(over),
+            f"FVU over that by magnitude: {listed(over)}",
+            "curves.png",
+        )
+    ]
+
+
 def main() -> None:
     given = arguments(__doc__)
     runs, out = runs_of(given.out), given.out
     x = rows_of(out, "images", "test")
     write_table(out, "runs", runs)
     curves(out, runs, ACTS)
-    by_size, by_ablation = sizes(out, runs, ACTS), ablations(out, runs, ACTS)
-    first = {way: select(runs, group="base", act="topk", way=way, seed=0)[0] for way in WAYS}
+    by_size = sizes(out, runs, ACTS)
+    found = varied(runs)
+    repeated = updates(out)
+    if repeated:
+        found["updates"] = repeated
+    over = ablations(out, found, LABELS)
+    base = {way: select(runs, group="base", act="topk", way=way, seed=0) for way in WAYS}
+    first = {way: some[0] for way, some in base.items() if some}
     reconstructions(out, first, x)
-    filters(out, {way: first[way] for way in ("sgd", "paper")}, x)
+    filters(out, {way: run for way, run in first.items() if way in ("sgd", "paper")}, x)
     patterns(out, runs, x)
-    claims = efficiency_claims(by_size, ACTS, "On images")
-    write_claims(
-        out,
-        "Images",
-        given.command,
-        claims + ablation_claims(by_ablation["topk"], "On images, TopK"),
-        ["curves.png", "reconstructions.png", "filters.png", "patterns.png"],
-    )
+    ridge = {act: by_rows(select(runs, act=act, way="ridge")) for act in ACTS}
+    repeats = over.pop("updates", {})
+    claims = [
+        *efficiency_claims(by_size, ACTS, "On images"),
+        *speed_claims(runs, ACTS, "On images"),
+        *sparsity_claims(runs, "On images", "patterns.png"),
+        *cleanness_claims(runs, x),
+        *robustness_claims(repeats),
+        *ablation_claims(over, "On images, TopK"),
+        *geometry_claims(out, 15, "On images", "curves.png"),
+        *cause_claims(by_size, ridge),
+        *text_claims(runs),
+    ]
+    figures = ["curves.png", "reconstructions.png", "filters.png", "patterns.png"]
+    write_claims(out, "Images", given.command, claims, figures)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,17 @@ from pathlib import Path
 import torch
 from drawn import plot_errors
 from measured import (
-    LEVEL,
-    Claim,
     Errors,
     Run,
     arguments,
     errors,
-    listed,
     means,
-    ratios,
     rows_of,
     runs_of,
     select,
-    verdict,
-    write_claims,
     write_table,
 )
+from verdicts import LEVEL, ROWS, Claim, listed, ratios, verdict, write_claims
 
 from saecli.sae.codes import Codes
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
@@ -37,7 +32,6 @@ RIDGES = {
     "rare": "on the half that fire least",
     "all": "on all",
 }
-ROWS = "{:g} rows"
 PAPER_ALPHA = 1e-10
 DIVERGED = 1.5  # times the error with a ridge: more counts as divergence
 GAP = {
@@ -192,13 +186,13 @@ def claims_of(
             "holds" if moves else "does not hold",
             "largest FVU at "
             + "; ".join(f"{top:g} rows with d_sae {width}" for width, top in tops.items())
-            + f"; over the FVU at all rows, {listed(heights)}",
+            + f"; over the FVU at all rows, {listed(heights, '{:.3g}')}",
             "peaks.png",
         ),
         Claim(
             "The peak vanishes with a ridge chosen by leave-one-out",
             "holds" if max(flat.values()) <= 1 + LEVEL else "does not hold",
-            f"largest FVU over the FVU with fewest rows, {listed(flat)}",
+            f"largest FVU over the FVU with fewest rows, {listed(flat, '{:.3g}')}",
             "peaks.png",
         ),
     ]

