@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from measured import WAYS, Errors, Run, by_rows, errors, means, select, with_base
+from measured import WAYS, Errors, Run, by_rows, errors, means, runs_of, select, with_base
 from verdicts import Ratio, ratios
 
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
@@ -102,6 +102,18 @@ def sizes(out: Path, runs: list[Run], acts: Mapping[str, str]) -> dict[str, dict
             axes.set(title=title, ylabel="test FVU")
         legend_below(drawn, *panels[0].get_legend_handles_labels())
     return found
+
+
+def by_solver(to: Path, folders: Mapping[str, Path]) -> None:
+    """Draw the test error of TopK against training rows, by solver, from sections' folders, a panel each."""
+    with figure(to, 9, 3.4) as drawn:
+        panels = drawn.subplots(1, len(folders))
+        for axes, (title, folder) in zip(panels, folders.items(), strict=True):
+            some = [run for run in runs_of(folder) if run.act == "topk"]
+            found = {way: by_rows(select(some, way=way)) for way in WAYS}
+            plot_errors(axes, found, "training rows")
+            axes.set(title=title, ylabel="test FVU")
+        legend_below(drawn, *panels[0].get_legend_handles_labels())
 
 
 def varied(

@@ -3,7 +3,8 @@
     python examples/report.py results/mnist results/gemma results/paper_settings results/convergence [--out DIR]
 
 Copies the figures behind claims, made smaller, to `figures/` next to the report, and writes the number of verdicts of
-each section into the README there, between its markers.
+each section into the README there, between its markers. Of images and the language model together it draws
+`figures/rows.png`: test error against training rows.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drawn import by_solver
 from PIL import Image
 
 BEGIN, END = "<!-- results -->", "<!-- end -->"
@@ -24,6 +26,7 @@ variance unexplained (FVU) of held-out rows. "Lower" means by more than 2%, and 
 which is given after each mean where there are several. Statements are paraphrased; those on causes are added here. A
 verdict is about the experiment above it, at its sizes.
 """
+ROWS = {"Images": "MNIST, TopK", "Language model": "Gemma 3 270M, layer 12, TopK"}  # in `rows.png`
 VERDICTS = {"holds": "holds", "holds when": "holds in part", "does not hold": "does not hold"}
 
 
@@ -103,6 +106,9 @@ def main() -> None:
         json.loads((folder / "claims.json").read_text(encoding="utf-8")) for folder in given.results
     ]
     given.out.mkdir(parents=True, exist_ok=True)
+    by_name = dict(zip((found["section"] for found in sections), given.results, strict=True))
+    if {*ROWS} <= by_name.keys():
+        by_solver(given.out / "figures" / "rows.png", {ROWS[name]: by_name[name] for name in ROWS})
     parts = [
         section(found, folder, given.out / "figures")
         for found, folder in zip(sections, given.results, strict=True)

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PRESETS = sorted(path.name for path in EXAMPLES.glob("presets/*.toml"))
 SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {
-    "mnist": {"curves", "sizes", "ablations", "reconstructions", "filters", "patterns"},
+    "mnist": {"curves", "sizes", "frontier", "ablations", "reconstructions", "filters", "patterns"},
     "gemma": {"curves", "sizes", "ablations", "k_and_density", "frontier"},
     "paper_settings": {"peaks", "small_k", "gap"},
     "convergence": {"descent"},

@@ -8,17 +8,17 @@
 #
 # Settings of the paper's code: d_sae 256, K = 15 largest in magnitude, relu without a penalty, Adam at 3e-3 on batches
 # of 128, 50 epochs; pixels standardised by one mean and deviation; the decoder solved after each epoch with a ridge of
-# 1e-6. Ways `default` and `fair` are the tool's pam-sgd and sgd by default, with the same epochs; way `ridge` is the
-# paper's with a chosen ridge.
+# 1e-6. Ways `default` and `fair` are the tool's pam-sgd and sgd by default, with the same batches and epochs; way `ridge`
+# is the paper's with a chosen ridge.
 section=mnist takes="images, in a file that sae import takes, or hub [10,000 of MNIST; with --quick digits]"
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"
 
 if $quick; then
-    epochs=20 some_rows="81 404" decays="0.0001 0.01" proximals="0.01 1"
+    epochs=20 some_rows="81 404" decays="0.0001 0.01" proximals="0.01 1" penalties="0.3"
 else
     epochs=50 some_rows="600 1500 3000 6000 15000 30000" # 1% to 50% of MNIST's
-    decays="0.00001 0.0001 0.001 0.01" proximals="0.0001 0.001 0.01 0.1 1"
+    decays="0.00001 0.0001 0.001 0.01" proximals="0.0001 0.001 0.01 0.1 1" penalties="0.1 0.3 1"
 fi
 if [[ -z $data ]]; then
     if $quick; then
@@ -32,7 +32,7 @@ read -r rows d_in < <(python "$here/mnist/normalise.py" "$data" "$out/images.npy
 sae import "$out/images.npy" --name images > /dev/null
 
 sgd="--data images --config mnist-sgd.toml" pam="--data images --config mnist-pam-sgd.toml"
-tool="--data images --d-sae 256"
+tool="--data images --d-sae 256 --batch-size 128"
 all="--epochs $epochs"
 topk="--act abs-topk --k 15" relu="--act relu --sparsity none"
 
@@ -54,6 +54,10 @@ for count in $some_rows $rows; do # with the epochs that the paper's code gives 
         ways size $act "$count" "$few"
         train size $act ridge "$count" "${!act} $few $pam --alpha auto"
     done
+done
+for penalty in $penalties; do # relu's error at equal L0
+    train l1 relu fair "$penalty" "--act relu --sparsity-weight $penalty $all $tool --solver sgd"
+    train l1 relu default "$penalty" "--act relu --sparsity-weight $penalty $all $tool"
 done
 for decay in $decays; do # Adam's, which the paper's code uses, is half of this term's gradient
     weight=$(per 0.5 "$decay" "$d_in" "$rows")
