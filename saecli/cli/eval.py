@@ -13,15 +13,16 @@ trained here.
 mean rows at all its hook points, and each run's error there, with the others spliced in and without.
 
 --stability matches the latents of each pair of runs one to one by |cosine| of decoder vectors, in the metric of their
-training if it is one. PW-MCC is the mean |cosine|; a latent is matched if its own is above 0.7. If some are silent,
-both are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
+training if it is one, or by correlation of codes (--match-by codes). PW-MCC is the mean; a latent is matched if its
+own is above 0.7. If some are silent, both are repeated for those that fire. With --plot it draws a second picture,
+NAME-stability.
 
 Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -52,6 +53,13 @@ def command(
             help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
         ),
     ] = False,
+    match_by: Annotated[
+        Literal["decoder", "codes"],
+        typer.Option(
+            metavar="<choice>",
+            help="With --stability, match by cosine of decoder vectors, or correlation of codes; decoder or codes.",
+        ),
+    ] = "decoder",
     plot: Plot = None,
     json: Json = False,
 ) -> None:
@@ -69,6 +77,8 @@ def command(
     check_tokens(tokens, wanted)
     if at_once and model is None:
         raise ConfigError("--together does nothing without --model; name the language model")
+    if "match_by" in session.given and not stable:
+        raise ConfigError("--match-by does nothing without --stability; add it, or leave this out")
     if stable:
         demand_several(len(names))
     chosen_rows = ChosenRows(session.home, **arguments, listener=console)
@@ -86,7 +96,7 @@ def command(
         document["together"] = effect
         tables = measures.together_tables(runs_measured, effect)
     if stable:
-        document["stability"] = stability_of(everything, console)
+        document["stability"] = stability_of(everything, console, match_by=match_by)
         tables.append(measures.stability_table(document["stability"]))
     if plot is not None:
         families = {measured.subject.name: measured.family for measured in everything}

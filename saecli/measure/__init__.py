@@ -4,7 +4,7 @@ functions.py     the public functions: their arguments, which are the commands' 
 arguments.py     arguments that several of them have
 measured.py      an SAE with the rows that it is measured on
 evaluate.py      FVU, L0, firing frequencies, known features found; several SAEs spliced into a model, alone or at once
-cosines.py       decoder vectors aligned with known features, matched one to one, nearest to each other
+cosines.py       decoder vectors aligned with known features, matched one to one, nearest to each other; correlations
 stability.py     latents matched between seeds: PW-MCC
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts

@@ -1,9 +1,9 @@
-"""Latents by the cosines of decoder vectors: aligned with known features, matched one to one, near each other.
+"""Latents by cosines of decoder vectors or correlations of codes: known features found, matched, near each other.
 
-Shapes: C chosen latents, D = d_in, F = d_sae, G features, or latents of another SAE, M = min(F, G).
+Shapes: B rows of a batch, C chosen latents, D = d_in, F = d_sae, G features, or latents of another SAE, M = min(F, G).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..base.console import Listener
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 
 if TYPE_CHECKING:
@@ -54,6 +55,27 @@ def best_pairs(first: Tensor, second: Tensor) -> tuple[NDArray[np.int64], NDArra
         pairs = pairs[::-1]
     of_first, of_second = pairs[:, np.argsort(pairs[0])]
     return of_first, of_second
+
+
+@torch.no_grad()
+def code_correlations(codes: Iterable[tuple[Codes, Codes]]) -> NDArray[np.float64]:
+    """Pearson's correlation of each pair of two SAEs' latents, (F, G), 0 where one never fires, given their codes of
+    batches of rows, (B, F) and (B, G).
+
+    Memory: 8 F G bytes, three times.
+    """
+    rows, totals = 0, [np.zeros(1)] * 5
+    for z, w in codes:
+        rows += z.shape[0]
+        sums = [z.sums(), z.squares(), w.sums(), w.squares(), z.transposed_times(w.dense())]
+        parts = zip(totals, sums, strict=True)
+        totals = [total + part.double().cpu().numpy() for total, part in parts]
+    z_mean, z_square, w_mean, w_square, product = (total / rows for total in totals)
+    variances = np.outer((z_square - z_mean**2).clip(0), (w_square - w_mean**2).clip(0))
+    covariances = product - np.outer(z_mean, w_mean)
+    spreads = np.sqrt(variances)
+    correlations = np.divide(covariances, spreads, np.zeros_like(spreads), where=spreads > 0)
+    return correlations.clip(-1, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare_measured, sparsity_document
 from ..measure.functions import probe
 from ..measure.measured import ChosenRows, RowsLike
-from ..measure.stability import MATCH_THRESHOLD, demand_several, stability_of
+from ..measure.stability import MATCH_THRESHOLD, MatchBy, demand_several, stability_of
 from ..sae.library import SAELike
 from ..sae.metrics import firing
 from ..store.split import Which
@@ -64,10 +64,13 @@ def _geometry(
 
 
 def _stability(
-    saes: SAEs, chosen: ChosenRows, match_threshold: float = MATCH_THRESHOLD
+    saes: SAEs,
+    chosen: ChosenRows,
+    match_threshold: float = MATCH_THRESHOLD,
+    match_by: MatchBy = "decoder",
 ) -> list[Figure]:
     demand_several(len(saes))
-    document = stability_of(chosen.with_all(saes), chosen.listener, match_threshold)
+    document = stability_of(chosen.with_all(saes), chosen.listener, match_threshold, match_by)
     return [pictures.draw_stability(None, document)]
 
 
@@ -91,7 +94,7 @@ PICTURES = {
     "frontier": Picture(_frontier, ["target"]),
     "sparsity": Picture(_sparsity, ["target"]),
     "geometry": Picture(_geometry, ["rows", "fit_rows", "radius", "slice_"]),
-    "stability": Picture(_stability, ["match_threshold"]),
+    "stability": Picture(_stability, ["match_threshold", "match_by"]),
     "probe": Picture(_probes, PROBE_OPTIONS),
 }
 

@@ -37,6 +37,7 @@ REFITTED = ("fvu", "metric_fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "k
 PICTURED_ROWS = 200  # whose codes `sae sparsity --plot` draws
 LATENTS_LISTED = 12
 SETS_LISTED = 20
+MATCH_WORDS = {"decoder": "|cosine| of decoder vectors", "codes": "correlation of codes"}
 
 
 def curve(lines: Sequence[JsonObject], key: str) -> list[tuple[int, float]]:
@@ -210,7 +211,7 @@ def stability_table(document: JsonObject) -> RenderableType:
         for line in lines:
             line.update({f"{name}, firing": line["firing"][name] for name in STABILITY_MEASURES})
         columns += [f"{name}, firing" for name in STABILITY_MEASURES]
-    title = f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}"
+    title = f"stability; matched: {MATCH_WORDS[document['match_by']]} above {document['match_threshold']:g}"
     return records_table(title, lines, columns)
 
 

@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..base.words import counted
 from ..measure.hook_points import DECOUPLED, EXCLUSIVE, SHRUNK
+from ..measure.stability import SIMILARITIES
 from ..sae.metrics import DENSE_FREQUENCY, Firing
-from .measures import curve, frequency_edges, l0_bins, probes_of
+from .measures import MATCH_WORDS, curve, frequency_edges, l0_bins, probes_of
 from .style import (
     GREY,
     colour,
@@ -298,18 +299,18 @@ def _auc_ends(lines: Sequence[JsonObject]) -> NDArray[np.float64]:
 
 
 def draw_stability(path: Path | None, document: JsonObject) -> Figure:
-    """Draw |cosine| of latents with their counterparts, and the fraction of runs they are matched in by frequency, a
-    point for each tenth of a run's firing latents."""
+    """Draw the similarity of latents to their counterparts, and the fraction of runs they are matched in by frequency,
+    a point for each tenth of a run's firing latents."""
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         handles, labels = [], []
         numbers = numbered(run["run"] for run in document["runs"])
         for run in document["runs"]:
             style = line_style(numbers[run["run"]])
-            names = ("cosine", "match_fraction", "frequency")
-            cosine, matched, frequency = (np.array(run[name], float) for name in names)
-            counts, edges = np.histogram(cosine[~np.isnan(cosine)], PICTURE_BINS, (0, 1))
-            fractions = counts / max(len(cosine), 1)
+            names = (SIMILARITIES[document["match_by"]], "match_fraction", "frequency")
+            similarity, matched, frequency = (np.array(run[name], float) for name in names)
+            counts, edges = np.histogram(similarity[~np.isnan(similarity)], PICTURE_BINS, (0, 1))
+            fractions = counts / max(len(similarity), 1)
             left.stairs(fractions, edges, **style, linewidth=1.6)
             groups = _groups(frequency)
             right.plot(
@@ -321,11 +322,11 @@ def draw_stability(path: Path | None, document: JsonObject) -> Figure:
             handles.append(Line2D([], [], **style))
             silent = (frequency == 0).sum()
             labels.append(
-                f"{short(run['run'])} ({counted(len(cosine), 'latent')}, {silent:,} silent)"
+                f"{short(run['run'])} ({counted(len(similarity), 'latent')}, {silent:,} silent)"
             )
         _draw_threshold(left, document["match_threshold"], "matched")
         left.set(
-            xlabel="|cosine| with its counterparts, mean over other runs",
+            xlabel=f"{MATCH_WORDS[document['match_by']]}, mean over other runs",
             ylabel="fraction of latents",
             xlim=(0, 1),
             ylim=(0, None),

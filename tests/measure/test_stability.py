@@ -11,6 +11,7 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 import saecli
+from saecli.base.errors import ConfigError
 from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
@@ -26,7 +27,7 @@ def vectors(latents: int, seed: int, d_in: int = 6) -> torch.Tensor:
     return torch.randn(latents, d_in, generator=torch.Generator().manual_seed(seed))
 
 
-def stability(saes: list[SAE], **options: float) -> dict[str, Any]:
+def stability(saes: list[SAE], **options: Any) -> dict[str, Any]:
     """The stability of SAEs, by rows on which some of their latents fire."""
     return saecli.stability(saes, some_rows(200, saes[0].d_in), **options)
 
@@ -47,8 +48,8 @@ def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int,
         for chosen in permutations(range(small.shape[1]), len(small))
     )
     found = matching(one, other)
-    assert found.cosine.sum() == pytest.approx(best, abs=1e-6)
-    np.testing.assert_allclose(found.cosine, table[found.first, found.second], atol=1e-12)
+    assert found.similarity.sum() == pytest.approx(best, abs=1e-6)
+    np.testing.assert_allclose(found.similarity, table[found.first, found.second], atol=1e-12)
     assert len(set(found.first)) == len(set(found.second)) == len(small)
     assert list(found.first) == sorted(found.first)
 
@@ -172,3 +173,55 @@ def test_the_table_has_firing_latents_if_some_are_silent(
     silent = random_sae(seed=0)
     make_run(runs.home, "silent", silent.changed(b_enc=torch.full((F,), -1e9)))
     assert "firing" in runs("eval", "seed-0", "silent", "--stability").out
+
+
+def test_matching_by_codes_is_the_best_of_correlations(tmp_path: Path) -> None:
+    """Against numpy's correlations and all permutations; sparse codes too."""
+    x = some_rows(300, 6)
+    for one, other in (
+        (sae_of(vectors(4, 0)), sae_of(vectors(6, 1))),
+        (sae_of(vectors(6, 2)), sae_of(vectors(4, 3))),
+    ):
+        z, w = (
+            np.maximum(x.astype(float) @ each.W_enc.double().numpy(), 0) for each in (one, other)
+        )
+        table = np.corrcoef(z.T, w.T)[: z.shape[1], z.shape[1] :]
+        small = table if len(table) <= table.shape[1] else table.T
+        best = max(
+            sum(small[range(len(small)), chosen])
+            for chosen in permutations(range(small.shape[1]), len(small))
+        )
+        found = saecli.stability([one, other], x, match_by="codes")
+        (pair,) = found["pairs"]
+        assert pair["pw_mcc"] == pytest.approx(best / 4, abs=1e-5)
+        matched = found["runs"][0]["correlation"]
+        for latent, counterpart in enumerate(pair["counterparts"]):
+            if counterpart is not None:
+                assert matched[latent] == pytest.approx(table[latent, counterpart], abs=1e-5)
+
+
+def test_latents_of_equal_codes_and_other_decoders_match_by_codes_alone() -> None:
+    """A latent that never fires correlates with none."""
+    one = sae_of(vectors(6, 0), b_enc=torch.tensor([0.0] * 5 + [-1e9]))
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
+    other = SAE(one.W_enc[:, order], one.b_enc[order], vectors(6, 5), torch.zeros(6), Relu())
+    found = stability([one, other], match_by="codes")
+    (pair,) = found["pairs"]
+    assert [pair["counterparts"][latent] for latent in range(5)] == torch.argsort(order)[
+        :5
+    ].tolist()
+    assert (pair["pw_mcc"], pair["matched_fraction"]) == (
+        pytest.approx(5 / 6),
+        pytest.approx(5 / 6),
+    )
+    assert stability([one, other])["matched_fraction"] <= 0.5
+    with pytest.raises(ConfigError, match="--match-by must be one of decoder, codes, got 'rows'"):
+        stability([one, other], match_by="rows")
+
+
+def test_the_command_matches_by_codes(runs: CommandLine, tmp_path: Path) -> None:
+    options = ("--stability", "--match-by", "codes")
+    done = runs("eval", *NAMES, *options, "--plot", tmp_path / "x.png", "--json")
+    assert done.json["stability"] == saecli.stability(NAMES, home=runs.home, match_by="codes")
+    assert "matched: correlation of codes above 0.7" in runs("eval", *NAMES, *options).out
+    runs("eval", *NAMES, *options[1:]).fails(2, "--match-by does nothing without --stability")

@@ -38,6 +38,7 @@ def matched(*runs: tuple) -> dict[str, Any]:
     """A document of stability: cosines, match fractions and frequencies of each run's latents."""
     columns = ("cosine", "match_fraction", "frequency")
     return {
+        "match_by": "decoder",
         "match_threshold": 0.7,
         "runs": [
             {"run": f"run {at}", **dict(zip(columns, run, strict=True))}
