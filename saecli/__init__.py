@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .derive.functions import refit as refit
     from .extract.extraction import extract as extract
     from .geometry.functions import geometry as geometry
+    from .measure.claims import contrast as contrast
     from .measure.functions import controls as controls
     from .measure.functions import evaluate as evaluate
     from .measure.functions import explain as explain
@@ -92,6 +93,7 @@ _NAMES = {  # by module
     "derive.functions": ["export", "push", "refit"],
     "extract.extraction": ["extract"],
     "geometry.functions": ["geometry"],
+    "measure.claims": ["contrast"],
     "measure.functions": ["controls", "evaluate", "explain", "probe", "read", "sparsity", "steer"],
     "measure.stability": ["stability"],
     "measure.steer": ["steering"],

@@ -22,7 +22,7 @@ GROUPS = {
     "Try": "demo",
     "Rows": "extract import list rm",
     "Train": "train finetune refit",
-    "Measure": "eval sparsity geometry probe controls",
+    "Measure": "eval sparsity geometry probe contrast controls",
     "Look": "read explain steer report",
     "Share": "export push",
 }

@@ -1,11 +1,15 @@
 """FVU, L0, KL in the model, features found, stability, probes, controls: functions that return documents.
 
 functions.py     the public functions: their arguments, which are the commands' options, and what they return
+claims.py        the public functions that test claims on latents
 arguments.py     arguments that several of them have
 measured.py      an SAE with the rows that it is measured on
 evaluate.py      FVU, L0, firing frequencies, known features found; several SAEs spliced into a model, alone or at once
 cosines.py       decoder vectors aligned with known features, matched one to one, nearest to each other; correlations
 stability.py     latents matched between seeds: PW-MCC
+contrast.py      latents that tell two sides of documents apart
+sides.py         the documents of two sides, and what latents do in each
+two_samples.py   AUC, permutation tests, bootstrap intervals
 hook_points.py   a crosscoder's latents by hook point
 probes.py        sparse probes on labelled texts
 controls.py      baselines: the training with one ingredient removed

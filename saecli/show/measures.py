@@ -268,6 +268,62 @@ def _with_interval(line: JsonObject, name: str) -> str:
     return f"{line[name]:.3f}{half}"
 
 
+def contrast_tables(document: JsonObject) -> list[RenderableType]:
+    """Latents; under them document length, and the AUC furthest from 1/2 with labels shuffled."""
+    (a, b), latents, length = document["sides"], document["latents"], document["length"]
+    nearest, shuffled = document.get("replication", {}), document["shuffled"]
+    rows = []
+    for place, line in enumerate(latents):
+        fires = [f"{line[side]['frequency']:.2%}" for side in "ab"]
+        tests = [f"{line[name]:.4f}" for name in "pq"]
+        as_well = "yes" if _distance(line["auc"]) <= _distance(length["auc"]) else "-"
+        others = [_nearest_words(each, place) for each in nearest.values()]
+        name = labelled(line["latent"], line["label"])
+        rows.append([name, *fires, *_effect_words(line), *tests, as_well, *others])
+    furthest = 0.5 + np.array([max(map(_distance, each["auc"])) for each in shuffled])
+    floor = {"auc": np.median(furthest), "auc_low": furthest.min(), "auc_high": furthest.max()}
+    least = [f"{np.median([min(each[name]) for each in shuffled]):.4f}" for name in "pq"]
+    blank = ["-"] * (1 + len(nearest))
+    rows.append(["document length", "-", "-", *_effect_words(length), "-", "-", *blank])
+    rows.append(["labels shuffled", "-", "-", "-", _effect_words(floor)[-1], *least, *blank])
+    false = [sum(q <= document["fdr"] for q in each["q"]) for each in shuffled]
+    title = (
+        f"{document['run']}: {document['found']:,} of {counted(len(latents), 'latent')} tested tell {a['side']} from "
+        f"{b['side']} (q up to {document['fdr']:g}; with labels shuffled {np.mean(false):.2g}, at most {max(false)}), "
+        f"on {a['held_out']:,} and {counted(b['held_out'], 'document')} that did not choose them"
+    )
+    heads = [
+        "latent",
+        f"fires on {a['side']}",
+        f"on {b['side']}",
+        "difference of mean codes",
+        "AUC",
+    ]
+    heads += ["p", "q", "length does as well", *(f"nearest by {name}" for name in nearest)]
+    replicated = [
+        f"by {name}, {each['fraction']:.1%} of the latents found replicate in {document['replicate']}; "
+        f"{each['shuffled']:.1%} with counterparts shuffled"
+        for name, each in nearest.items()
+        if document["found"]
+    ]
+    return [table(title, heads, rows), *replicated]
+
+
+def _distance(auc: float) -> float:
+    return abs(auc - 0.5)
+
+
+def _effect_words(line: JsonObject) -> list[str]:
+    """Difference, if there is one, and AUC, as in 0.251 ± 0.023 and 0.71 [0.68,0.74]."""
+    difference = [_with_interval(line, "difference")] if "difference" in line else []
+    return [*difference, f"{line['auc']:.2f} [{line['auc_low']:.2f},{line['auc_high']:.2f}]"]
+
+
+def _nearest_words(nearest: JsonObject, place: int) -> str:
+    latent, similarity, auc = (nearest[name][place] for name in ("latents", "similarity", "auc"))
+    return f"{latent}, {similarity:.2f}: {auc:.2f}"
+
+
 def controls_table(document: JsonObject) -> RenderableType:
     """Measures that no training has are left out."""
     run, lines = document["run"], document["controls"]

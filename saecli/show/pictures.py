@@ -18,7 +18,7 @@ from ..base.words import counted
 from ..measure.hook_points import DECOUPLED, EXCLUSIVE, SHRUNK
 from ..measure.stability import SIMILARITIES
 from ..sae.metrics import DENSE_FREQUENCY, Firing
-from .measures import MATCH_WORDS, curve, frequency_edges, l0_bins, probes_of
+from .measures import MATCH_WORDS, curve, frequency_edges, l0_bins, labelled, probes_of
 from .style import (
     GREY,
     colour,
@@ -34,6 +34,7 @@ from .style import (
 from .tables import JsonObject
 
 PICTURE_BINS = 40
+NAMED_LATENTS = 10  # of a contrast
 FREQUENCY_GROUPS = 10  # of latents of like frequency
 NAMED = 40  # characters of a run's name in a file name, since a whole path may be too long
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
@@ -296,6 +297,45 @@ def _auc_ends(lines: Sequence[JsonObject]) -> NDArray[np.float64]:
         for name in ("auc", "auc_low", "auc_high")
     ]
     return np.array(ends)
+
+
+def draw_contrast(path: Path | None, document: JsonObject) -> Figure:
+    """Draw p against AUC, of latents, the first ones named, and with labels shuffled; and document length's AUC."""
+    (a, b), latents, level = document["sides"], document["latents"], document["fdr"]
+    shuffled = [np.ravel([each[name] for each in document["shuffled"]]) for name in ("auc", "p")]
+    with figure(path, 7.5, 4.5) as drawn:
+        axes = drawn.subplots()
+        handles = axes.plot(*shuffled, "x", color=GREY, markersize=3, alpha=0.4)
+        for is_found, fill in ((False, "none"), (True, "full")):
+            lines = [line for line in latents if (line["q"] <= level) == is_found]
+            points = [[line[name] for line in lines] for name in ("auc", "p")]
+            handles += axes.plot(*points, "o", color=colour(0), fillstyle=fill)
+        _draw_threshold(axes, document["length"]["auc"], "document length")
+        # Between the two arms, each name in a line of its own, so that the lines to the points cross little.
+        named = sorted(latents[:NAMED_LATENTS], key=lambda line: abs(line["auc"] - 0.5))
+        for place, line in enumerate(named):
+            x, align, edge = (0.68, "right", 1) if line["auc"] > 0.5 else (0.32, "left", 0)
+            axes.annotate(
+                short(labelled(line["latent"], line["label"])),
+                (line["auc"], line["p"]),
+                (x, 0.94 - 0.05 * place),
+                textcoords="axes fraction",
+                ha=align,
+                va="center",
+                fontsize=8,
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": GREY,
+                    "linewidth": 0.5,
+                    "relpos": (edge, 0.5),
+                },
+            )
+        sides = f"1: more on {short(a['side'])}, 0: more on {short(b['side'])}"
+        axes.set(xlabel=f"AUC ({sides})", ylabel="p", xlim=(-0.03, 1.03), yscale="log")
+        axes.invert_yaxis()
+        labels = ["labels shuffled", f"q above {level:g}", f"q up to {level:g}"]
+        legend_below(drawn, handles, labels)
+    return drawn
 
 
 def draw_stability(path: Path | None, document: JsonObject) -> Figure:

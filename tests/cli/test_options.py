@@ -171,7 +171,7 @@ BY_COMMAND = {
     "refit": refit_run,
     **{
         name: getattr(saecli, name)
-        for name in "sparsity geometry probe controls read explain steer report export push".split()
+        for name in "sparsity geometry probe contrast controls read explain steer report export push".split()
     },
 }
 

@@ -1,0 +1,146 @@
+"""The documents of two sides, and what latents do in each: of two stores, or two sources or roles of one.
+
+Shapes: B rows of a batch, N documents, F = d_sae.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csc_array
+
+from ..base.console import Listener
+from ..base.errors import ConfigError
+from ..extract.chats import ROLES
+from ..sae.codes import Codes
+from ..sae.dictionary import SAE
+from .measured import Measured
+from .two_samples import Labels, TwoSamples, Values
+
+STATISTICS = ("frequency", "mean", "largest")  # of a latent's codes in a document
+TEXT = ("dataset", "sha256", "revision", "config", "split", "column", "mixture")  # of a store
+
+Runs = Sequence[Measured]  # SAEs on the same rows
+Integers = NDArray[np.int64]
+
+
+class SideRows(NamedTuple):
+    codes: list[Codes]  # of each SAE, (B, F)
+    documents: Integers  # numbers, (B,), alike for the two of a pair
+    is_a: Labels  # (B,)
+
+
+class Sides(NamedTuple):
+    names: tuple[str, str]
+    paired: bool
+    saes: list[SAE]
+    rows: Callable[[], Iterator[SideRows]]  # a pass over them
+
+
+def sides_of_stores(of_a: Runs, of_b: Runs, listener: Listener) -> Sides:
+    """Two stores, in pairs if they are of the same text."""
+    store, other = of_a[0].store, of_b[0].store
+    text, other_text = ([each.meta.source.get(name) for name in TEXT] for each in (store, other))
+
+    def rows() -> Iterator[SideRows]:
+        yield from _stored(of_a, np.ones_like, listener)
+        yield from _stored(of_b, np.zeros_like, listener)
+
+    paired = text == other_text and text[0] is not None
+    return Sides((store.name, other.name), paired, [run.sae for run in of_a], rows)
+
+
+def sides_within(runs: Runs, names: tuple[str, str], listener: Listener) -> Sides:
+    """Two sources of a mixture, or two roles of the same chats; ConfigError for other names."""
+    store = runs[0].store
+    known = {"source": [*store.meta.sources], "role": [*ROLES]}
+    known = {column: known[column] for column in known if column in store.meta.columns}
+    column = next((column for column in known if {*names} <= {*known[column]}), None)
+    if column is None:
+        expected = ", ".join(name for each in known.values() for name in each) or "none"
+        raise ConfigError(
+            f"cannot contrast {' and '.join(names)} in {store.name}: expected two of its sources or roles "
+            f"({expected}); name these, or two stores without --data"
+        )
+    a, b = map(known[column].index, names)
+
+    def side(numbers: Integers) -> Integers:
+        values = store.row_values(column, numbers)
+        return np.select([values == a, values == b], [1, 0], -1)
+
+    saes = [run.sae for run in runs]
+    return Sides(names, column == "role", saes, lambda: _stored(runs, side, listener))
+
+
+def _stored(
+    runs: Runs, side: Callable[[Integers], Integers], listener: Listener
+) -> Iterator[SideRows]:
+    """Rows by their numbers' side: 1 for A, 0 for B, else left out."""
+    store = runs[0].store
+    numbers_of_batches = runs[0].of_store.numbers(runs[0].batch_rows)
+    for x, numbers in zip(runs[0].inputs(listener), numbers_of_batches, strict=True):
+        sides = side(numbers)
+        kept = np.flatnonzero(sides >= 0)
+        x = x[torch.from_numpy(kept).to(x.device)]
+        codes = [run.sae.codes(x) for run in runs]
+        yield SideRows(codes, store.row_ids(numbers[kept]), sides[kept] == 1)
+
+
+class Documents(NamedTuple):
+    """N documents with rows, by number; of pairs A's first."""
+
+    numbers: Integers
+    samples: TwoSamples
+    lengths: Values  # rows of each
+    codes: list[dict[str, csc_array]]  # of each SAE its `STATISTICS`, (N, F)
+
+    def chosen(self, which: Labels) -> "Documents":
+        samples = replace(self.samples, is_a=self.samples.is_a[which])
+        codes = [{name: each[which] for name, each in of_sae.items()} for of_sae in self.codes]
+        return Documents(self.numbers[which], samples, self.lengths[which], codes)
+
+
+@torch.no_grad()
+def read_documents(sides: Sides) -> Documents:
+    """Memory: in proportion to the latents that fire in each document, whatever the number of rows."""
+    of_units: list[_Tally] = []
+    of_saes: list[list[_Tally]] = [[] for _ in sides.saes]
+    for rows in sides.rows():
+        units = 2 * rows.documents + ~rows.is_a  # a document's rows of one side
+        of_units.append(_tally(units, np.zeros(len(units))))
+        for tallies, codes in zip(of_saes, rows.codes, strict=True):
+            z = codes.dense().cpu().numpy()
+            at, latents = z.nonzero()
+            codes_there = z[at, latents].astype(np.float64)
+            tallies.append(_tally(units[at] * z.shape[1] + latents, codes_there))
+    units, lengths, *_ = _joined(of_units)
+    statistics = []
+    for tallies, sae in zip(of_saes, sides.saes, strict=True):
+        keys, counts, sums, largest = _joined(tallies)
+        documents, latents = np.searchsorted(units, keys // sae.d_sae), keys % sae.d_sae
+        values = counts / lengths[documents], sums / lengths[documents], largest
+        shape = len(units), sae.d_sae
+        matrices = [csc_array((each, (documents, latents)), shape=shape) for each in values]
+        statistics.append(dict(zip(STATISTICS, matrices, strict=True)))
+    samples = TwoSamples(units % 2 == 0, sides.paired)
+    found = Documents(units // 2, samples, lengths, statistics)
+    _, pairs, sizes = np.unique(found.numbers, return_inverse=True, return_counts=True)
+    return found.chosen(sizes[pairs] == 2) if sides.paired else found
+
+
+_Tally = tuple[NDArray[Any], ...]  # distinct keys, ascending; count, sum and largest size of values
+
+
+def _tally(keys: Integers, values: Values) -> _Tally:
+    return _joined([(keys, np.ones(len(keys)), values, np.abs(values))])
+
+
+def _joined(tallies: Sequence[_Tally]) -> _Tally:
+    keys, counts, sums, sizes = map(np.concatenate, zip(*tallies, strict=True))
+    order = np.argsort(keys, kind="stable")
+    first = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    added = [np.add.reduceat(each[order], first) for each in (counts, sums)]
+    return keys[order][first], *added, np.maximum.reduceat(sizes[order], first)
