@@ -1,7 +1,7 @@
 """Find the latents that tell two sides apart, on documents that did not choose them.
 
-A and B are two stores, or two sources, or chat roles, of one store (--data). Roles, and stores of the same text, are
-compared document by document.
+A and B are two stores; two sources, or chat roles, of one store (--data); or the texts of --pairs, read through the
+language model. Pairs, roles and stores of the same text are compared document by document.
 
 Half of the documents choose the latents whose mean code has the AUC furthest from 0.5 (1: A above B). The table is of
 the other half: intervals by bootstrap over documents, p by permuting labels, q by Benjamini and Hochberg. Its floor

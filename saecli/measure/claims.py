@@ -1,12 +1,14 @@
 """The public functions that test claims on latents. As `functions.py`, it imports neither NumPy nor torch."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from ..base.console import listening
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import Count, Shown, checked
-from .arguments import Data, Device, HomeLike, Progress, SAELike
+from ..store.origin import last_layer
+from .arguments import PATH, Data, Device, HomeLike, Model, Progress, SAELike
 
 
 @checked
@@ -18,10 +20,16 @@ def contrast(
     data: Annotated[
         Data, Shown("A and B are two sources, or chat roles, of this store.", kind=str | None)
     ] = None,
+    pairs: Annotated[
+        str | Path | None,
+        Shown('A and B are the texts of this file\'s lines, {"a": "...", "b": "..."}.', **PATH),
+    ] = None,
     replicate: Annotated[
         SAELike, Shown("Test each latent's nearest in this run of another seed.", kind=str | None)
     ] = None,
     top_k: Annotated[Count, Shown("Test this number of latents.")] = 20,
+    model: Model = None,
+    tokenizer: Any = None,
     device: Device = "auto",
     home: HomeLike = None,
     progress: Progress = False,
@@ -30,7 +38,8 @@ def contrast(
 
     Args:
         sae, device, home, progress: as in `evaluate`.
-        a, b: stores, or rows of them; with `data` names of its sources or roles.
+        a, b: stores, or rows of them; with `data` names of its sources or roles; with `pairs` neither.
+        model: reads pairs; or a loaded one, with its `tokenizer`.
 
     Returns:
         sides: of A and B `side`, a name, `documents`, and how many are `held_out`, which all below is of.
@@ -47,16 +56,26 @@ def contrast(
 
     Cost: encodes all rows, with `replicate` twice by both SAEs.
     """
+    from ..base.devices import device_named
+    from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
+    from ..splice.placement import model_of, placement
     from .contrast import contrast_document
     from .labels import shown_labels
     from .measured import ChosenRows, Measured
-    from .sides import sides_of_stores, sides_within
+    from .read import Reader
+    from .sides import read_pairs, sides_of_pairs, sides_of_stores, sides_within
     from .stability import check_comparable
 
-    if a is None or b is None:
+    given = {"A": a, "B": b, "--data": data}
+    unused = [name for name, value in given.items() if value is not None]
+    if pairs is not None and unused:
+        raise ConfigError(f"{unused[0]} does nothing with --pairs; leave one of them out")
+    if pairs is None and model is not None:
+        raise ConfigError("--model does nothing without --pairs, which it reads; leave it out")
+    if pairs is None and (a is None or b is None):
         raise ConfigError(
-            "expected RUN A B, got less; name two stores, or two sources or roles of --data"
+            "expected RUN A B, or RUN --pairs FILE, got less; name two stores, or two sources of --data"
         )
     listener, at = listening(progress), Home.at(home)
     others = [] if replicate is None else [replicate]
@@ -67,7 +86,14 @@ def contrast(
         chosen = ChosenRows(at, rows, "all", device, listener)
         return [chosen.with_opened(*each) for each in opened]
 
-    if data is not None:
+    if pairs is not None:
+        probed = [placement(each, None, None, "reading pairs by") for each in opened]
+        source = model_of(probed, model, listener, tokenizer=tokenizer)
+        points = [point for each in probed for point in each.reads]
+        loaded = LanguageModel(source, device_named(device), last=last_layer(points))
+        readers = [Reader(each, loaded) for each in probed]
+        sides = sides_of_pairs(read_pairs(Path(pairs)), readers, listener)
+    elif data is not None:
         sides = sides_within(runs(data), (a, b), listener)
     else:
         sides = sides_of_stores(runs(a), runs(b), listener)

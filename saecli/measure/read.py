@@ -98,7 +98,7 @@ class Reading:
 class Reader:
     def __init__(self, sae_at: Placement, model: LanguageModel) -> None:
         self._model, self._points, self._prepend_bos = model, sae_at.reads, sae_at.prepend_bos
-        self._sae = sae_at.sae.copy_to(model.device)
+        self.sae = sae_at.sae.copy_to(model.device)
         self._texts = TokenTexts(model.tokenizer)
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ class Reader:
         """(T, F), of the tokens that are `read`, (T,)."""
         stored = [TextWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
         batches = stored_activations(self._model, stored, self._points, 1)
-        blocks = [codes_of(self._sae, torch.cat(at_points, dim=1)) for at_points in batches]
+        blocks = [codes_of(self.sae, torch.cat(at_points, dim=1)) for at_points in batches]
         return at_tokens(vstack(blocks, format="csr"), read)
 
     def _document(self, text: str | Messages, name: str) -> str | Conversation:

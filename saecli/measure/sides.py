@@ -1,10 +1,11 @@
-"""The documents of two sides, and what latents do in each: of two stores, or two sources or roles of one.
+"""The documents of two sides, and what latents do in each: of two stores, two sources or roles of one, or text pairs.
 
 Shapes: B rows of a batch, N documents, F = d_sae.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,15 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_array
 
 from ..base.console import Listener
-from ..base.errors import ConfigError
+from ..base.documents import parse_json
+from ..base.errors import ConfigError, FormatError, one_line
+from ..base.files import to_json
 from ..extract.chats import ROLES
+from ..extract.readers import json_entries
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from .measured import Measured
+from .read import Reader
 from .two_samples import Labels, TwoSamples, Values
 
 STATISTICS = ("frequency", "mean", "largest")  # of a latent's codes in a document
@@ -87,6 +92,48 @@ def _stored(
         x = x[torch.from_numpy(kept).to(x.device)]
         codes = [run.sae.codes(x) for run in runs]
         yield SideRows(codes, store.row_ids(numbers[kept]), sides[kept] == 1)
+
+
+@dataclass(frozen=True)
+class TextPair:
+    a: str
+    b: str
+
+
+def read_pairs(path: Path) -> list[TextPair]:
+    pairs = []
+    try:
+        for _, entry in json_entries(path, "a"):
+            if isinstance(entry, Exception):  # of a line that is not JSON
+                raise entry
+            pairs.append(parse_json(to_json(entry), TextPair))
+        if not pairs:
+            raise ValueError("it holds no pair")
+    except (OSError, ValueError) as error:
+        raise FormatError(
+            f"cannot read --pairs {path}: {one_line(error)}; expected lines such as "
+            '{"a": "The cat sat", "b": "The dog sat"}'
+        ) from error
+    return pairs
+
+
+def sides_of_pairs(
+    pairs: Sequence[TextPair], readers: Sequence[Reader], listener: Listener
+) -> Sides:
+    def rows() -> Iterator[SideRows]:
+        with listener.progress("reading pairs", len(pairs), "pairs") as show:
+            for number, pair in enumerate(pairs):
+                for text, is_a in ((pair.a, True), (pair.b, False)):
+                    words = f"pair {number + 1}"
+                    readings = [reader.read(text, words, listener) for reader in readers]
+                    is_row = ~readings[0].tokens["special"]
+                    codes = [reading.by_token[is_row].toarray() for reading in readings]
+                    documents = np.full(len(codes[0]), number)
+                    of_saes = [Codes(torch.from_numpy(z)) for z in codes]
+                    yield SideRows(of_saes, documents, np.full_like(documents, is_a, bool))
+                show(number + 1)
+
+    return Sides(("a", "b"), True, [reader.sae for reader in readers], rows)
 
 
 class Documents(NamedTuple):

@@ -1,5 +1,5 @@
 """`saecli.contrast` and `sae contrast`: worlds with one latent shifted, statistics and tests against brute force,
-replication in permuted copies."""
+replication in permuted copies, pairs read through a model."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, trained_on_docs
+from homes import CommandLine, make_run, make_store, some_rows, trained_on_docs
 
 import saecli
 from saecli.base.errors import ConfigError
@@ -265,18 +265,54 @@ def test_length_is_named_where_it_does_as_well(sae: CommandLine):
     assert [" yes " in row for row in rows] == [True] * 20 + [False] * 2
 
 
+def test_pairs_are_read_through_the_model(sae: CommandLine, tmp_path: Path):
+    trained_on_docs(sae)
+    animals, verbs = "cat dog cow hen fox bat owl ant".split(), "sat ran ate".split()
+    pairs = [
+        {"a": f"The {animal} {verb} here.", "b": f"The {animal} {verb} there, def f(x): return x"}
+        for animal, verb in product(animals, verbs)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    document = sae("contrast first --pairs", path, "--json").json
+    assert document["paired"] and [side["documents"] for side in document["sides"]] == [24, 24]
+    assert document["length"]["auc"] == 0
+    held_out = np.flatnonzero(is_test(np.arange(24), test_fraction=0.5))
+    line = document["latents"][0]
+    for side in "ab":
+        means = []
+        for number in held_out:
+            text = pairs[number][side]
+            read = saecli.read("first", text, latents=[line["latent"]], home=sae.home)
+            tokens = sum(not token["special"] for token in read["tokens"])
+            means.append(sum(read["latents"][0]["codes"]) / tokens)
+        assert line[side]["mean"] == pytest.approx(np.mean(means), rel=1e-5)
+
+
 REFUSALS = {
-    "first a": "expected RUN A B, got less",
+    "first a": "expected RUN A B, or RUN --pairs FILE",
+    "first a --pairs pairs.jsonl": "A does nothing with --pairs",
     "first a b --data docs": "expected two of its sources or roles (none)",
     "first a b --top-k 0": "--top-k must be at least 1, got '0'",
     "first a b --replicate wide": "--replicate compares runs of one d_in",
+    "first a b --model tiny-gemma2": "--model does nothing without --pairs",
+    "first user tool --data chats": "expected 2 documents of each in both halves, got (0, 0)",
+    "first --pairs pairs.jsonl": "b: Field required; expected lines such as",
+    "first --pairs broken.jsonl": "expected one JSON object per line",
+    "first --pairs empty.jsonl": "it holds no pair",
 }
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_what_cannot_be_contrasted_is_refused(sae: CommandLine, words: str):
+def test_what_cannot_be_contrasted_is_refused(sae: CommandLine, tmp_path: Path, words: str):
     trained_on_docs(sae)
     two_stores(sae.home, 0, documents=2)
     wide = SAE(torch.eye(4), torch.zeros(4), torch.eye(4), torch.zeros(4), Relu())
     make_run(sae.home, "wide", wide, data="docs")
-    sae(f"contrast {words}").fails_in_one_sentence(2, REFUSALS[words])
+    sae.monkeypatch.chdir(tmp_path)
+    for name, text in (("pairs", '{"a": "x"}\n'), ("broken", '{"a"\n'), ("empty", "")):
+        Path(f"{name}.jsonl").write_text(text)
+    columns = {"role": np.full(30, 3, np.uint8)}
+    make_store(sae.home, "chats", some_rows(30, 128), columns=columns)
+    status = 1 if words.startswith("first --pairs") else 2
+    sae(f"contrast {words}").fails_in_one_sentence(status, REFUSALS[words])
