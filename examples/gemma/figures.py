@@ -23,6 +23,7 @@ from verdicts import (
     efficiency_claims,
     geometry_claims,
     listed,
+    part_verdict,
     ratios,
     sparsity_claims,
     speed_claims,
@@ -128,11 +129,7 @@ def k_claims(swept: dict[str, Errors]) -> list[Claim]:
     return [
         Claim(
             "PAM-SGD does worse against SGD the smaller K is",
-            "holds"
-            if len(worse) == len(over) - 1
-            else f"holds when: {'; '.join(worse)}"
-            if worse
-            else "does not hold",
+            part_verdict(worse, list(over)[:-1]),
             f"FVU over SGD's: {listed(over)}. Of pam-sgd over sgd's, by the tool's defaults: {listed(tools)}",
             "k_and_density.png",
         )

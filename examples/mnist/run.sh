@@ -8,8 +8,8 @@
 #
 # Settings of the paper's code: d_sae 256, K = 15 largest in magnitude, relu without a penalty, Adam at 3e-3 on batches
 # of 128, 50 epochs; pixels standardised by one mean and deviation; the decoder solved after each epoch with a ridge of
-# 1e-6. Ways `default` and `fair` are the tool's pam-sgd and sgd by default, with the same batches and epochs; way `ridge`
-# is the paper's with a chosen ridge.
+# 1e-6. Ways `default` and `fair` are the tool's pam-sgd and sgd by default, with the same batches and epochs; `raw` is
+# `default` on rows that are not centred, as the paper's are not; `ridge` is the paper's with a chosen ridge.
 section=mnist takes="images, in a file that sae import takes, or hub [10,000 of MNIST; with --quick digits]"
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"
@@ -53,6 +53,7 @@ for count in $some_rows $rows; do # with the epochs that the paper's code gives 
     for act in topk relu; do
         ways size $act "$count" "$few"
         train size $act ridge "$count" "${!act} $few $pam --alpha auto"
+        train size $act raw "$count" "${!act/abs-/} $few $tool --normalize none"
     done
 done
 for penalty in $penalties; do # relu's error at equal L0
