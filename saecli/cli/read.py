@@ -6,6 +6,11 @@ often it fires in the run's store. A transcoder's codes are of what it reads.
 Special tokens (BOS, a chat's control tokens) and a text's first token, the attention sink without BOS, have no codes.
 A text over 4,096 tokens, or the model's limit, is read in windows of that length.
 
+With --why, the latents that made the model say a token after the text: attributions along their codes, with the
+reconstruction error kept, and the measured change when the strongest are removed, each alone and together. One step
+predicts single removals best: in SmolLM2 the correlation is 0.88, with 10 steps 0.63, whose sum over all latents is the
+nearer one (off by 0.4 nats, with one step 9). A step or a removal there takes 0.2 seconds for 30 tokens.
+
 Example: sae read first --prompt "Once upon a time"
 """
 
@@ -49,7 +54,7 @@ def command(
     json: Json = False,
 ) -> None:
     words = _given(prompt, text, chat)
-    from ..show.prompts import coloured, prompt_tables, write_prompt_page
+    from ..show.prompts import coloured, prompt_tables, why_tables, write_prompt_page
 
     session, arguments = start(ctx), all_arguments(read, options)
     is_coloured = arguments["latents"] is not None
@@ -62,7 +67,10 @@ def command(
     for listing in (document, document["compare"]):
         if listing is not None:
             listing["latents"] = listing["latents"][: arguments["top"]]
-    shown = coloured(document) if is_coloured else prompt_tables(document)
+    if document["why"] is not None:
+        shown = why_tables(document)
+    else:
+        shown = coloured(document) if is_coloured else prompt_tables(document)
     session.console.print_result(document, *shown)
 
 

@@ -71,6 +71,15 @@ _MODEL = Shown(
 )
 Model = Annotated[ModelLike | None, _MODEL]
 ModelOrNot = Annotated[ModelLike | bool | None, _MODEL]
+Why = Annotated[
+    str | None,
+    Shown("List the latents that made the model say this token after the text.", "<token>"),
+]
+Against = Annotated[str | None, Shown("With --why: rather than this token.", "<token>")]
+Steps = Annotated[
+    Count,
+    Shown("With --why, steps of integrated gradients along the codes; 1: gradient times code."),
+]
 Layer = Annotated[
     Annotated[int, Ge(0)] | None, Shown("Read this block, from 0, if the SAE's file has none.")
 ]

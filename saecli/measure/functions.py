@@ -17,6 +17,7 @@ from ..store.origin import last_layer, place_given
 from .arguments import (
     NUMBERS,
     PATH,
+    Against,
     Data,
     Device,
     HomeLike,
@@ -31,8 +32,10 @@ from .arguments import (
     SplicedModel,
     SplicedModels,
     Split,
+    Steps,
     Target,
     Tokens,
+    Why,
 )
 
 JUDGE = "A language model as judge"
@@ -132,6 +135,9 @@ def read(
         ),
     ] = None,
     top: Annotated[Count, Shown("Latents to list for the text, and at most for each token.")] = 10,
+    why: Why = None,
+    against: Against = None,
+    steps: Steps = 1,
     layer: Layer = None,
     site: Site = None,
     module: Module = None,
@@ -153,12 +159,16 @@ def read(
         with its largest `code`, `position` and `token` there, the number of tokens that it `fires_on`, its `codes` at
         these `positions`, `frequency` on `store_rows` rows of the store of its training, None without that, and `label`
         in the run's `labels.json`, if any. With `compare` its `tokens`, and `latents` by `difference`, the largest code
-        `here` less the largest `there`, in the other text.
+        `here` less the largest `there`, in the other text. With `why` its `value`,
+        log p(why) [- log p(against)] after the token at `position`; how much is `attributed` to latents, error and the
+        rest; and its change without each of `latents` and other parts (`removed`), `predicted` and `measured`. All
+        latents then have an `attribution`, and `attributions` at their positions.
     """
     from ..base.devices import device_named
     from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
     from ..splice.placement import model_of, placement
+    from .attribution import Metric, demand_asked
     from .labels import shown_labels
     from .latents import latents_given
     from .read import Reader, reading_document, store_frequencies
@@ -168,6 +178,7 @@ def read(
         demand_text(name, words)
     if isinstance(latents, str) and latents != "listed":
         raise unknown_choice("latents", latents, ["listed"])
+    demand_asked(why, against, compare)
     listener, at = listening(progress), Home.at(home)
     opened = open_sae(at, sae, listener)
     sae_at = placement(opened, *place_given(layer, site, module), "reading a prompt by")
@@ -176,11 +187,20 @@ def read(
         described = latents_given(latents, sae_at.sae.d_sae, sae_at.name)
     labels = shown_labels(opened[0].folder, sae_at.sae.d_sae)
     source = model_of([sae_at], model, listener, tokenizer=tokenizer)
-    loaded = LanguageModel(source, device_named(device), last=last_layer(sae_at.reads))
+    asked = why is not None
+    last = None if asked else last_layer(sae_at.reads)
+    loaded = LanguageModel(source, device_named(device), head=asked, last=last)
     reader = Reader(sae_at, loaded)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]
+    attribution = None
+    if why is not None:
+        metric = Metric.of(loaded, why, against)
+        chosen = None if described == "listed" else described
+        attribution = reader.attribution(readings[0], metric, steps, chosen, top, listener)
     firing = store_frequencies(at, opened, device)
-    return reading_document(sae_at, source.name, readings, described, top, firing, labels)
+    return reading_document(
+        sae_at, source.name, readings, described, top, firing, labels, attribution
+    )
 
 
 @checked

@@ -30,9 +30,11 @@ from ..model.windows import stored_activations
 from ..sae.formats import SavedSAE
 from ..sae.library import Subject
 from ..sae.metrics import Firing
+from ..splice.passes import CleanPass, Passes
 from ..splice.placement import Placement
 from ..store.values import TextWindow
 from .arguments import Messages
+from .attribution import Attribution, Metric, SplicedText
 from .measured import at_tokens, codes_of, own_codes
 
 CONTEXT = 4096  # most tokens of a window
@@ -46,6 +48,12 @@ class Reading:
     texts: list[str]  # of each token, or of the character that it is a part of
     further: list[bool]  # whether a token continues the character before
     by_token: csr_array  # (T, F)
+    begin: int  # of the last window
+
+    @property
+    def in_last_window(self) -> np.ndarray:
+        """Its tokens with codes, (T,) bool."""
+        return ~self.tokens["special"] & (np.arange(len(self.tokens)) >= self.begin)
 
     @cached_property
     def by_latent(self) -> csc_array:
@@ -97,7 +105,7 @@ class Reading:
 
 class Reader:
     def __init__(self, sae_at: Placement, model: LanguageModel) -> None:
-        self._model, self._points, self._prepend_bos = model, sae_at.reads, sae_at.prepend_bos
+        self._model, self._at = model, sae_at
         self.sae = sae_at.sae.copy_to(model.device)
         self._texts = TokenTexts(model.tokenizer)
 
@@ -106,7 +114,7 @@ class Reader:
         context = min(CONTEXT, self._model.source.positions or CONTEXT)
         control = None if isinstance(text, str) else "drop"
         cutter = Cutter(
-            self._model.tokenizer, context, control=control, prepend_bos=self._prepend_bos
+            self._model.tokenizer, context, control=control, prepend_bos=self._at.prepend_bos
         )
         cut = list(cutter.cut([Document(0, self._document(text, name), None)]))
         if not cut:
@@ -124,12 +132,38 @@ class Reader:
         pieces = characters(self._texts, tokens["token_id"].tolist())
         texts = [text for text, count in pieces for _ in range(count)]
         further = [place > 0 for _, count in pieces for place in range(count)]
-        return Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]))
+        begin = len(tokens) - len(cut[-1].tokens)
+        return Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]), begin)
+
+    def attribution(
+        self,
+        reading: Reading,
+        metric: Metric,
+        steps: int,
+        chosen: list[int] | None,
+        top: int,
+        listener: Listener,
+    ) -> Attribution:
+        """After the last token with codes; the chosen latents are removed, or the `top` strongest."""
+        is_row = reading.in_last_window
+        if not is_row.any():
+            raise ConfigError(
+                "--why needs a token with codes, got a text of special tokens and its first; give a longer one"
+            )
+        position = int(np.flatnonzero(is_row)[-1])
+        of_window = slice(reading.begin, position + 1)
+        window = TextWindow(reading.tokens["token_id"][of_window], is_row[of_window])
+        clean = CleanPass(Passes(self._model), [window], self._at.reads, self._at.writes)
+        text = SplicedText(clean, self.sae, reading.by_token[is_row], metric, steps)
+        by_token = at_tokens(csr_array(text.attributions().cpu().numpy()), is_row).tocsc()
+        removals = text.removals(_ordered(abs(by_token.sum(axis=0)), chosen, top), listener)
+        asked = metric.texts(self._texts)
+        return Attribution(asked, position, text.value, steps, by_token, removals)
 
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
         """(T, F), of the tokens that are `read`, (T,)."""
         stored = [TextWindow(window.token_ids, ~window.tokens["special"]) for window in windows]
-        batches = stored_activations(self._model, stored, self._points, 1)
+        batches = stored_activations(self._model, stored, self._at.reads, 1)
         blocks = [codes_of(self.sae, torch.cat(at_points, dim=1)) for at_points in batches]
         return at_tokens(vstack(blocks, format="csr"), read)
 
@@ -165,6 +199,7 @@ def reading_document(
     top: int,
     firing: Firing,
     labels: Mapping[int, str],
+    attribution: Attribution | None = None,
 ) -> dict[str, Any]:
     lines = [reading.lines(top) for reading in readings]
     if described == "listed":
@@ -176,11 +211,23 @@ def reading_document(
         frequency = None if frequencies is None else frequencies[latent]
         return {"latent": latent, "label": labels.get(latent), "frequency": frequency}
 
-    here, compare = readings[0], None
+    def in_text(latent: int) -> dict[str, Any]:
+        values = known(latent) | here.latent(latent)
+        if attribution is None:
+            return values
+        return values | attribution.latent(latent, values["positions"])
+
+    here, compare, why = readings[0], None, None
     for there in readings[1:]:
         differing = _ordered(abs(here.largest - there.largest), described, top)
         differences = [known(latent) | here.difference(there, latent) for latent in differing]
         compare = {"tokens": lines[1], "latents": differences}
+    if attribution is not None:
+        for line, value in zip(lines[0], attribution.by_token.sum(axis=1).tolist(), strict=True):
+            line["attribution"] = value
+        removals = attribution.removals.items()
+        removed = [in_text(key) | {**each} for key, each in removals if isinstance(key, int)]
+        why = attribution.to_json() | {"latents": removed}
     strongest = _ordered(abs(here.largest), described, top)
     points = [point.to_json() for point in sae_at.reads]
     return {
@@ -189,6 +236,7 @@ def reading_document(
         **({"inputs": points} if len(points) > 1 else points[0]),
         "store_rows": firing.rows or None,
         "tokens": lines[0],
-        "latents": [known(latent) | here.latent(latent) for latent in strongest],
+        "latents": [in_text(latent) for latent in strongest],
         "compare": compare,
+        "why": why,
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..base.errors import ConfigError
+from ..base.words import counted, demand_text
 
 KNOWN = "a"  # at worst an unknown word, which is no special token around a text
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
@@ -51,6 +52,23 @@ def text_ids(tokenizer: Any, text: str, prefix: list[int]) -> tuple[list[int], b
     while prefix and token_ids[start : start + len(prefix)] == prefix:
         start += len(prefix)
     return token_ids[start:], start > 0
+
+
+def one_token(tokenizer: Any, option: str, text: str) -> int:
+    """The token of a text, or of the text with or without a space before it; ConfigError if it has several."""
+    if text.strip() or not text:  # a space or a line end is a token
+        demand_text(option, text)
+    for spelt in (text, text[1:] if text.startswith(" ") else f" {text}"):
+        token_ids = tokenizer(spelt, add_special_tokens=False)["input_ids"]
+        is_unknown = token_ids == [tokenizer.unk_token_id] and spelt != tokenizer.unk_token
+        if len(token_ids) == 1 and not is_unknown:
+            return token_ids[0]
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    texts = TokenTexts(tokenizer)
+    parts = ", ".join(repr(texts[token]) for token in token_ids)
+    raise ConfigError(
+        f"{option} must be one token, got {text!r}, which is {counted(len(token_ids), 'token')}: {parts}; give one"
+    )
 
 
 def special_ids(tokenizer: Any, control: bool) -> set[int]:

@@ -1,4 +1,4 @@
-"""What `sae read` shows of `measure.read`'s document: tables, a text coloured by a latent, a page."""
+"""What `sae read` shows of `measure.read`'s document: tables, a text coloured by a latent, why a token, a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from ..base.files import appearing_whole
-from ..base.words import counted, printable
+from ..base.words import counted, number, printable
 from ..store.origin import point_words, without_folders
 from .measures import labelled
 from .report import page_of
@@ -109,9 +109,55 @@ def coloured(document: JsonObject) -> list[RenderableType]:
     return shown
 
 
+def why_tables(document: JsonObject) -> list[RenderableType]:
+    """The text coloured by attribution to all latents; then each removal, predicted and measured."""
+    why, tokens = document["why"], document["tokens"]
+    values = {at: token["attribution"] for at, token in enumerate(tokens) if token["attribution"]}
+    largest = max((abs(value) for value in values.values()), default=1.0)
+    lines = []
+    for latent in why["latents"]:
+        name = labelled(latent["latent"], latent["label"])
+        frequency = _percent(latent["frequency"], document["store_rows"])
+        changes = [latent["predicted"], latent["measured"]]
+        lines.append([name, *changes, _most_at(latent, tokens), frequency])
+    names = {"together": f"these {len(lines)} together", "all": "all latents"}
+    for name, part in why["removed"].items():
+        changes = [part["predicted"], part["measured"]]
+        lines.append([names.get(name, "reconstruction error"), *changes, "-", "-"])
+    title = f"its change without a latent: predicted ({counted(why['steps'], 'step')}), and measured by removal"
+    heads = ["removed", "predicted", "measured", "most at", "in the store"]
+    return [
+        _heading(document),
+        Text(_attributed(why, tokens)),
+        Text("\nattributed to all latents, by token:"),
+        ColouredText(tokens, values, largest),
+        "",
+        table(title, heads, lines),
+    ]
+
+
+def _attributed(why: JsonObject, tokens: Sequence[JsonObject]) -> str:
+    asked = f"log p({_alone(why['token'])})"
+    if why["against"] is not None:
+        asked += f" - log p({_alone(why['against'])})"
+    parts = why["attributed"]
+    return (
+        f"{asked} after {_alone(tokens[why['position']]['text'])} is {number(why['value'])}: "
+        f"{number(parts['latents'])} attributed to latents, {number(parts['error'])} to the reconstruction error, "
+        f"{number(parts['rest'])} to the rest: bias, special tokens, curvature"
+    )
+
+
+def _most_at(latent: JsonObject, tokens: Sequence[JsonObject]) -> str:
+    if not latent["positions"]:
+        return "-"
+    sizes = [abs(value) for value in latent["attributions"]]
+    return _alone(tokens[latent["positions"][sizes.index(max(sizes))]]["text"])
+
+
 @dataclass(frozen=True)
 class ColouredText:
-    """Each token's background by its code; without colours, the code after it."""
+    """Each token's background by its code, or attribution; without colours, the number after it."""
 
     tokens: Sequence[JsonObject]
     codes: Mapping[int, float]  # by position

@@ -223,7 +223,8 @@ def spliced(
         attribution = codes["first"].grad * codes["first"].detach()  # (B, T, F)
 
     Where gradients are enabled, codes keep theirs after `backward`. To gradients the error is a constant: what reaches
-    an earlier SAE's codes comes through later ones'. In generation the last forward pass has one token.
+    an earlier SAE's codes comes through later ones'. In generation the last forward pass has one token. Integrated
+    gradients: codes times the mean of their gradients with `change=lambda z: a * z`, a = 1/n, 2/n, ..., 1.
 
     Args:
         sae: as in `evaluate`; several as a list, or as a mapping from your own names. An SAE that does not record its

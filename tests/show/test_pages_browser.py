@@ -174,3 +174,31 @@ def test_a_prompts_tokens_show_their_latents_and_a_click_shades_it(tmp_path: Pat
     assert f"latent {strongest}" in page.inner_text(".shading")
     assert said == [] and asked == [page_path.as_uri()]
     context.close()
+
+
+def test_a_prompts_page_shades_by_attribution_and_by_code(tmp_path: Path, browser: Any):
+    sae, page_path = steerable(d_in=128), tmp_path / "page.html"
+    sae.metadata = {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}
+    asked = {"why": " in", "against": " the", "top": 4}
+    document = saecli.read(sae, "Return the number of items", latents="listed", **asked)
+    write_prompt_page(page_path, document)
+    context, said = browser.new_context(), list[str]()
+    page = context.new_page()
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(page_path.as_uri())
+    signs = [np.sign(token["attribution"]) for token in document["tokens"]]
+    assert page.locator(".token.fires").count() == np.count_nonzero(signs)
+    assert page.locator(".token.negative").count() == signs.count(-1)
+    strongest = document["why"]["latents"][0]
+    card = page.locator(".card", has_text="Why ␣in, not ␣the")
+    assert card.locator("tbody tr").count() == 4 + 3
+    card.locator(".pick").first.click()
+    assert f"attribution to latent {strongest['latent']}" in page.inner_text(".shading")
+    below = sum(value < 0 for value in strongest["attributions"])
+    assert page.locator(".token.negative").count() == below
+    page.get_by_role("button", name="by code").click()
+    assert page.inner_text(".shading").startswith(f"shaded by latent {strongest['latent']}")
+    assert page.locator(".token.fires").count() == strongest["fires_on"]
+    assert said == []
+    context.close()
