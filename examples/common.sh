@@ -120,7 +120,9 @@ trained() {
 
 # geometry RUN: what `sae geometry` says of a run on all rows, into geometry.json.
 geometry() {
-    if [[ -f $SAE_HOME/runs/$1/run.json ]]; then sae geometry "$1" --split all --json > "$out/geometry.json"; fi
+    [[ -f $SAE_HOME/runs/$1/run.json ]] || return 0
+    sae geometry "$1" --split all --json > "$out/geometry.part"
+    mv "$out/geometry.part" "$out/geometry.json"
 }
 
 # real NAME...: fetch real models, texts or images by real/models.py into real/ beside the output folder.
@@ -134,7 +136,7 @@ real() {
 # proportion (with --quick 2.2 rows per latent). Sets d_in, d_sae, rows (an experiment's training rows), share (rows as
 # a fraction of the store's), batch, and settings: the options of all runs, which later ones override.
 activations() {
-    local epochs=$1 stores=$SAE_HOME name=activations
+    local epochs=$1 stores=$SAE_HOME
     share=1 batch=256 rows=9000
     if $quick; then
         d_in=128 d_sae=256 rows=562 share=0.416 batch=32
@@ -143,15 +145,15 @@ activations() {
         d_in=2304 d_sae=4096
         set -- --model "$model" --layer 12 --rows 10000 --context 128
     else
-        d_in=640 d_sae=1138 name=gemma3
+        d_in=640 d_sae=1138
         real gemma3 text
-        stores=$real/home
+        stores=$real/gemma3
         set -- --model "$real/gemma-3-270m-q4_k_m.gguf" --layer 12 --rows 10000 --context 64
         for text in news code reviews; do set -- "$@" --dataset "$real/$text.jsonl"; done
         mkdir -p "$SAE_HOME/activations"
-        ln -sfn "$stores/activations/$name" "$SAE_HOME/activations/activations"
+        ln -sfn "$stores/activations/activations" "$SAE_HOME/activations/activations"
     fi
-    SAE_HOME=$stores sae extract "$@" --site resid_pre --positions last --dtype float32 --name "$name" > /dev/null
+    SAE_HOME=$stores sae extract "$@" --site resid_pre --positions last --dtype float32 --name activations > /dev/null
     settings="--data activations --d-sae $d_sae --normalize standardize --epochs $epochs"
 }
 

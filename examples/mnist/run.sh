@@ -18,7 +18,7 @@ if $quick; then
     epochs=20 some_rows="81 404" decays="0.0001 0.01" proximals="0.01 1" penalties="0.3"
 else
     epochs=50 some_rows="600 1500 3000 6000 15000 30000" # 1% to 50% of MNIST's
-    decays="0.00001 0.0001 0.001 0.01" proximals="0.0001 0.001 0.01 0.1 1" penalties="0.1 0.3 1"
+    decays="0.0001 0.001 0.01" proximals="0.0001 0.01 1" penalties="0.1 0.3 1"
 fi
 if [[ -z $data ]]; then
     if $quick; then

@@ -6,7 +6,7 @@
 section=partitions
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"
-if $quick; then epochs=20 steps=1500; else epochs=100 steps=5000; fi
+if $quick; then epochs=100 steps=1500; else epochs=300 steps=5000; fi
 
 sae import digits > /dev/null
 for k in 1 3; do

@@ -224,13 +224,13 @@ def test_seeds_are_matched_and_neighbours_found_by_cosines_of_training() -> None
     W, V = (sae.W_dec.double().numpy() for sae in saes)
     found, scale = matching(*saes), normalised(saes[0])
     table = np.abs(cosines(W, V, scale))
-    np.testing.assert_allclose(found.cosine, table[found.first, found.second], atol=1e-5)
+    np.testing.assert_allclose(found.similarity, table[found.first, found.second], atol=1e-5)
     assert saecli.stability(saes, x)["pairs"][0]["metric"] == found.metric == "training"
     other = trained(x, "scale")
     assert matching(saes[0].copy_to(torch.float64), saes[1]).metric == "training"
     mixed = matching(saes[0], other)
     table = np.abs(cosines(W, other.W_dec.double().numpy(), 1.0))
-    np.testing.assert_allclose(mixed.cosine, table[mixed.first, mixed.second], atol=1e-5)
+    np.testing.assert_allclose(mixed.similarity, table[mixed.first, mixed.second], atol=1e-5)
     assert mixed.metric == "raw"
     own = cosines(W, W, scale)
     np.fill_diagonal(own, -np.inf)
