@@ -87,8 +87,8 @@ def test_attributions_are_integrals_by_plain_autograd_in_float64(
     np.testing.assert_allclose(table(document), integrals["codes"][0], **near)
     why, by = document["why"], document["why"]["attributed"]
     assert why["value"] == pytest.approx(float(log_odds(clean, *metric)), abs=1e-5)
-    assert by["error"] == pytest.approx(float(integrals["error"].sum()), rel=1e-4)
-    assert by["latents"] == pytest.approx(float(integrals["codes"].sum()), rel=1e-4)
+    assert by["error"] == pytest.approx(float(integrals["error"].sum()), rel=1e-3, abs=1e-5)
+    assert by["latents"] == pytest.approx(float(integrals["codes"].sum()), rel=1e-3, abs=1e-5)
     assert sum(by.values()) == pytest.approx(why["value"])
     of_tokens = [token["attribution"] for token in document["tokens"]]
     np.testing.assert_allclose(of_tokens, integrals["codes"][0].sum(1), **near)
