@@ -105,6 +105,17 @@ train() {
     done
 }
 
+# decays SGD PAM: TopK at each of $decays; Adam's weight decay, which the paper's code uses, is half of this term's
+# gradient. SGD and PAM are the options of either way.
+decays() {
+    local decay weight
+    for decay in $decays; do
+        weight=$(per 0.5 "$decay" "$d_in" "$rows")
+        train decay topk sgd "$decay" "$1 --weight-decay $weight"
+        train decay topk paper "$decay" "$2 --weight-decay $weight"
+    done
+}
+
 # trained: train what is on the list; `--config` names a file of presets/.
 trained() {
     if [[ -n $first ]]; then
@@ -118,11 +129,11 @@ trained() {
     rm "$todo"
 }
 
-# geometry RUN: what `sae geometry` says of a run on all rows, into geometry.json.
+# geometry RUN K: what `sae geometry` says of a run with TopK on all rows, into topK.json, if the run is there.
 geometry() {
     [[ -f $SAE_HOME/runs/$1/run.json ]] || return 0
     sae geometry "$1" --split all --json > "$out/geometry.part"
-    mv "$out/geometry.part" "$out/geometry.json"
+    mv "$out/geometry.part" "$out/top$2.json"
 }
 
 # real NAME...: fetch real models, texts or images by real/models.py into real/ beside the output folder.

@@ -218,30 +218,45 @@ def ablation_claims(over: Mapping[str, Mapping[str, Ratio]], where: str) -> list
     ]
 
 
-def geometry_claims(out: Path, k: int, where: str, figure: str) -> list[Claim]:
-    """Claims on the cells of the TopK SAE of the tool's defaults, from what `sae geometry` printed."""
-    path = out / "geometry.json"
-    if not path.exists():
+def geometry_claims(
+    by_k: Mapping[int, Mapping[str, Any]], where: str, cells_figure: str, bridge_figure: str
+) -> list[Claim]:
+    """Claims on the cells of TopK SAEs, from what `sae geometry --json` printed, by K; none of none."""
+    if not by_k:
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    cells, beside = found["power_diagram"], found["references"]
-    errors = beside["kmeans_fvu"], beside["sae_fvu"], beside["local_pca_fvu"]
+    cells = {f"K = {k}": found["power_diagram"] for k, found in by_k.items()}
+    errors = {
+        f"K = {k}": [found["references"][f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")]
+        for k, found in by_k.items()
+    }
+    agreed = {
+        k: f"{of_k['agreement']:g} of {of_k['rows']:,} rows, {of_k['ties']} ties"
+        for k, of_k in cells.items()
+    }
+    between = [k for k, (kmeans, sae, local_pca) in errors.items() if kmeans > sae > local_pca]
+    in_words = {k: ", ".join(f"{fvu:.3f}" for fvu in of_k) for k, of_k in errors.items()}
     return [
         Claim(
-            f"{where}: the cells of a TopK SAE, K = {k}, are those of a K-th order power diagram",
-            "holds" if cells["agreement"] == 1 else "does not hold",
-            f"fraction of {cells['rows']:,} rows in the cell of their K nearest of {cells['sites']:,} sites: "
-            f"{cells['agreement']:g}, {cells['ties']} ties",
-            figure,
+            f"The cells of a TopK SAE are those of a K-th order power diagram{where}",
+            part_verdict([k for k, of_k in cells.items() if of_k["agreement"] == 1], cells),
+            f"fraction of rows in the cell of their K nearest sites: {listed(agreed)}",
+            cells_figure,
         ),
         Claim(
-            f"{where}: an SAE, K = {k}, lies between k-means and local PCA in accuracy",
-            "holds" if errors[0] > errors[1] > errors[2] else "does not hold",
-            "FVU of k-means with as many cells as latents, of the SAE, and of local PCA of its rank on its own "
-            f"cells: {errors[0]:.3f}, {errors[1]:.3f}, {errors[2]:.3f}",
-            figure,
+            f"An SAE lies between k-means and local PCA in accuracy{where}",
+            part_verdict(between, errors),
+            f"FVU of k-means, of the SAE, and of local PCA of its rank: {listed(in_words)}",
+            bridge_figure,
         ),
     ]
+
+
+def printed_geometry(out: Path) -> dict[int, dict[str, Any]]:
+    """What `sae geometry --json` printed of TopK SAEs into `topK.json`, by K."""
+    return {
+        int(path.stem.removeprefix("top")): json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(out.glob("top*.json"))
+    }
 
 
 def write_claims(

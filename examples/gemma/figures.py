@@ -24,6 +24,7 @@ from verdicts import (
     geometry_claims,
     listed,
     part_verdict,
+    printed_geometry,
     ratios,
     sparsity_claims,
     speed_claims,
@@ -156,7 +157,7 @@ def main() -> None:
         *k_claims(swept),
         *sparsity_claims(runs, where, "frontier.png"),
         *speed_claims(runs, acts, where),
-        *geometry_claims(out, k, where, "curves.png"),
+        *geometry_claims(printed_geometry(out), ", on activations", "curves.png", "curves.png"),
         *ablation_claims(over, f"{where}, TopK"),
     ]
     write_claims(out, "Language model", given.command, claims, ["curves.png"])

@@ -43,15 +43,11 @@ relu_at base 1 1
 for fraction in $fractions; do at size "$fraction" "$fraction" "$k"; done
 for fraction in $relu_fractions; do relu_at size "$fraction" "$fraction"; done
 for value in $some_k; do at k "$(latents "$value")" 1 "$(latents "$value")"; done
-for decay in $decays; do  # Adam's, which the paper's code uses, is half of this term's gradient
-    weight=$(per 0.5 "$decay" "$d_in" "$rows")
-    train decay topk sgd "$decay" "--act abs-topk --k $k $(paper_sgd 1) --weight-decay $weight"
-    train decay topk paper "$decay" "--act abs-topk --k $k $(paper_pam 1) --weight-decay $weight"
-done
+decays "--act abs-topk --k $k $(paper_sgd 1)" "--act abs-topk --k $k $(paper_pam 1)"
 for mu in $proximals; do
     train proximal topk sgd "$mu" "--act abs-topk --k $k $(paper_sgd 1 "$mu")"
     train proximal topk paper "$mu" "--act abs-topk --k $k $(paper_pam 1 "$mu")"
 done
 trained
-geometry base-topk-default-1-0
+geometry base-topk-default-1-0 "$k"
 python "$here/gemma/figures.py" "$out" --command "examples/gemma/run.sh$given"

@@ -19,6 +19,7 @@ from verdicts import (
     geometry_claims,
     listed,
     part_verdict,
+    printed_geometry,
     ratios,
     sparsity_claims,
     speed_claims,
@@ -26,7 +27,7 @@ from verdicts import (
     write_claims,
 )
 
-from saecli.show.style import COLOURS, figure, legend_below
+from saecli.show.style import COLOURS, MARKERS, figure, legend_below
 
 ACTS = {"topk": "TopK, K = 15", "relu": "relu"}
 SHORT = {"sgd": "SGD", "paper": "PAM-SGD", "fair": "sgd", "default": "pam-sgd"}
@@ -157,11 +158,15 @@ def frontier(out: Path, runs: list[Run]) -> list[Claim]:
     }
     with figure(out / "frontier.png", 5.5, 3.8) as drawn:
         axes = drawn.subplots()
-        for index, (way, lines) in enumerate(found.items()):
+        for way, lines in found.items():
+            index = list(WAYS).index(way)
             for seed, line in enumerate(lines):
                 label = SHORT[way] if seed == 0 else None
                 axes.plot(
-                    *zip(*line, strict=True), "os"[index] + "-", color=COLOURS[index], label=label
+                    *zip(*line, strict=True),
+                    MARKERS[index] + "-",
+                    color=COLOURS[index],
+                    label=label,
                 )
         axes.set(xlabel="active latents per row", ylabel="test FVU", title="relu, by weight of L1")
         legend_below(drawn, *axes.get_legend_handles_labels())
@@ -323,7 +328,7 @@ def main() -> None:
         *cleanness_claims(runs, x),
         *robustness_claims(repeats),
         *ablation_claims(over, "On images, TopK"),
-        *geometry_claims(out, 15, "On images", "curves.png"),
+        *geometry_claims(printed_geometry(out), ", on images", "curves.png", "curves.png"),
         *cause_claims(runs),
         *text_claims(runs),
     ]

@@ -60,17 +60,13 @@ for penalty in $penalties; do # relu's error at equal L0
     train l1 relu fair "$penalty" "--act relu --sparsity-weight $penalty $all $tool --solver sgd"
     train l1 relu default "$penalty" "--act relu --sparsity-weight $penalty $all $tool"
 done
-for decay in $decays; do # Adam's, which the paper's code uses, is half of this term's gradient
-    weight=$(per 0.5 "$decay" "$d_in" "$rows")
-    train decay topk sgd "$decay" "$topk $all $sgd --weight-decay $weight"
-    train decay topk paper "$decay" "$topk $all $pam --weight-decay $weight"
-done
+decays "$topk $all $sgd" "$topk $all $pam"
 for mu in $proximals; do
     weight=$(per "$mu" "$d_in" "$rows")
     train proximal topk sgd "$mu" "$topk $all $sgd --mu-enc $weight --nu-enc $weight"
     train proximal topk paper "$mu" "$topk $all $pam --mu-enc $weight --nu-enc $weight"
 done
 trained
-geometry base-topk-default-1-0
+geometry base-topk-default-1-0 15
 if [[ -z $first ]]; then python "$here/mnist/updates.py" "$out" --seeds "$seeds"; fi
 python "$here/mnist/figures.py" "$out" --command "examples/mnist/run.sh$given"

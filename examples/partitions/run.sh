@@ -14,7 +14,7 @@ for k in 1 3; do
 done
 trained
 for k in 1 3; do  # digits are few: measured on all of them
-    sae geometry top-topk-default-$k-0 --split all --json > "$out/top$k.json"
+    geometry "top-topk-default-$k-0" "$k"
 done
 python "$here/geometry/bridge.py" --steps $steps --out "$out/bridge.png"
 for name in voronoi_to_power orders lift kth_order_or_not; do

@@ -110,8 +110,9 @@ def read_pairs(path: Path) -> list[TextPair]:
         if not pairs:
             raise ValueError("it holds no pair")
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise FormatError(
-            f"cannot read --pairs {path}: {one_line(error)}; expected lines such as "
+            f"cannot read --pairs {path}: {reason}; expected lines such as "
             '{"a": "The cat sat", "b": "The dog sat"}'
         ) from error
     return pairs
