@@ -16,6 +16,9 @@ from .options import REVIVAL_ROWS, Revival
 from .rows import TrainingRows
 
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
+WORSE = (
+    1.1  # largest squared error on the sample after several latents are re-aimed, over that before
+)
 SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
 REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as missed least
 
@@ -29,17 +32,28 @@ def revives(solver: Descent) -> bool:
 @torch.no_grad()
 def revive(solver: Descent, fired: Tensor, rows: float) -> None:
     """Re-aim latents that did not fire (mask `fired`, (F,)) on this number of rows at the sample's worst reconstructed
-    rows: each at a row of its own, so with fewer rows than latents only the first."""
+    rows: each at a row of its own, so with fewer rows than latents only the first.
+
+    Many aimed at once can fire together, most of all on rows of large norm, and overshoot by orders of magnitude; the
+    gradient then silences other latents, which are re-aimed in turn. So they are halved until the error bears it.
+    """
     dead, task = ~fired, solver.task
     count = int(dead.sum())
     if not revives(solver) or rows < REVIVAL_ROWS * len(dead) or not 0 < count < len(dead):
         return
-    directions = _directions(solver, count)
+    dictionary, residuals = solver.dictionary, _residuals(solver)
+    directions = _directions(solver, residuals, count)
     if not len(directions):
         return
-    aimed = dead & (dead.cumsum(0) <= len(directions))
-    re_aim(solver.dictionary, aimed, fired, directions, task.B, task.training.penalised)
-    solver.optimizer.forget(aimed, fired, solver.dictionary.latent_dimension)
+    before = {name: tensor.clone() for name, tensor in dictionary.state_dict().items()}
+    while True:
+        aimed = dead & (dead.cumsum(0) <= len(directions))
+        re_aim(dictionary, aimed, fired, directions, task.B, task.training.penalised)
+        if len(directions) == 1 or _bears(solver, residuals):
+            break
+        dictionary.load_state_dict(before)
+        directions = directions[: len(directions) // 2]
+    solver.optimizer.forget(aimed, fired, dictionary.latent_dimension)
     solver.revived += len(directions)
 
 
@@ -61,9 +75,18 @@ def needless(solver: Descent, moments: Moments) -> int:
     return int(REAIMED * d_sae) if enough else 0
 
 
-def _directions(solver: Descent, count: int) -> Tensor:
+def _residuals(solver: Descent) -> Tensor:
+    return solver.task.sample.y - solver.dictionary(solver.task.sample.x)
+
+
+def _bears(solver: Descent, before: Tensor) -> bool:
+    """Whether the sample is reconstructed about as well as with the residuals before, (n, E), on rank 0."""
+    worse = _residuals(solver).square().sum() > WORSE * before.square().sum()
+    return not solver.communicator.broadcast(worse.to(torch.int32))
+
+
+def _directions(solver: Descent, residuals: Tensor, count: int) -> Tensor:
     sample, communicator = solver.task.sample, solver.communicator
-    residuals = sample.y - solver.dictionary(sample.x)
     directions = residuals[:0]
     # If training has diverged, the check of the loss will say so.
     if communicator.is_main and residuals.isfinite().all():

@@ -282,13 +282,13 @@ def firing(solver: Solver, data: RowsInMemory) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=str)
 @pytest.mark.parametrize("config", [PamSgd(), PamSgd(release=0.0), Sgd(), Sgd(tied=True)], ids=str)
-def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, config):
+def test_dead_latents_fire_again_and_stay_so(activation, config):
     data = sparse_mixture()
     solver = killed(config, data, activation)
     one_epoch(solver, data)
-    assert firing(solver, data).all()
-    assert solver.revived == len(DEAD)
+    assert firing(solver, data).any()
     sae = trained(solver, data, 6)
+    assert solver.revived == len(DEAD)
     assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
     assert firing(solver, data).all()
 
@@ -357,6 +357,28 @@ def test_no_two_latents_are_re_aimed_at_one_row(kind):
     aimed = encoder()[:, 3:].T
     assert solver.revived == len(torch.unique(aimed[:7], dim=0)) == 7
     assert not aimed[7:].any()
+
+
+@pytest.mark.parametrize("config", [Sgd(tied=True), PamSgd()], ids=str)
+def test_no_more_latents_are_re_aimed_at_once_than_the_error_bears(config):
+    rows = sparse_mixture()
+    d_in = rows.x.shape[1]
+    rows.x[:3] = 40  # reconstructed by latent 0; what is aimed near it fires there too
+    solver = started(config, rows, BatchTopK(k=3))
+    solver.task = replace(solver.task, sample=Batch.of(rows.x))
+    encoder = solver.dictionary.W_enc.detach()
+    encoder[:, 0] = d_in**-0.5
+    alive = torch.arange(F) < 3
+    encoder[:, ~alive] = 0
+
+    def error() -> float:
+        return (rows.x - solver.dictionary(rows.x)).square().sum().item()
+
+    before = error()
+    revive(solver, alive, rows=1000)
+    assert 1 < solver.revived < F - 3
+    assert encoder[:, ~alive].any(0).sum() == solver.revived
+    assert error() <= 1.1 * before
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
