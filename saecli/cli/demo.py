@@ -1,7 +1,7 @@
 """Run extract, train and eval offline on a bundled model, printing each command.
 
-Extracts activations from tiny-gemma2, trains an SAE with each of two solvers on all rows and on a tenth of them,
-and compares them. Takes a minute or two without a network.
+Extracts activations from tiny-gemma2, trains an SAE with each of two solvers on all rows, on three tenths and on a
+tenth of them, and compares them. Takes about a minute without a network.
 
 Example: sae demo --pictures pictures
 """
@@ -9,7 +9,7 @@ Example: sae demo --pictures pictures
 import itertools
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +20,8 @@ from ..model import TINY_GEMMA2
 from .options import PATH, Json, start
 
 ROWS = 20_000
-EPOCHS = 10
-FRACTION, FEW_EPOCHS = 0.1, 40  # of the training rows, and passes over these
+PASSES = {1.0: 10, 0.3: 20, 0.1: 40}  # over these fractions of the training rows
+SOLVERS = ("sgd", "pam-sgd")
 
 
 def command(
@@ -32,6 +32,7 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
+    from ..show.pictures import draw_errors
     from ..train.listing import list_home
 
     session = start(ctx)
@@ -39,7 +40,11 @@ def command(
     pictures.mkdir(parents=True, exist_ok=True)
     number = next(n for n in itertools.count(1) if not any(session.home.path.glob(f"*/demo-{n}*")))
     store = f"demo-{number}"
-    runs = [f"{store}-{name}" for name in ("sgd", "pam-sgd", "few-sgd", "few-pam-sgd")]
+    runs = {
+        (share, solver): f"{store}-{solver}-{share:.0%}".removesuffix("%")
+        for share in PASSES
+        for solver in SOLVERS
+    }
     root = ctx.find_root()
     home = ["--home", str(session.home.path)]
     source = root.get_parameter_source("home")
@@ -50,40 +55,60 @@ def command(
             status = root.command.main([*home, *words], standalone_mode=False)
             if status:  # of Ctrl-C
                 raise typer.Exit(status)
-    paths = [
-        *(str(runs_folder / name / "loss.png") for name in runs),
-        *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
-        *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs),
-    ]
     listed = list_home(session.home.path)["runs"]
-    fvus = {run["name"]: run["test_fvu"] for run in listed if run["name"] in runs}
-    sentence = conclusion(*(fvus[name] for name in runs))
-    document = {"runs": runs, "pictures": paths, "conclusion": sentence}
+    fvus = {run["name"]: run["test_fvu"] for run in listed}
+    errors = {
+        solver: {share: fvus[runs[share, solver]] for share in sorted(PASSES)} for solver in SOLVERS
+    }
+    draw_errors(pictures / "rows.png", errors)
+    paths = [
+        *(str(runs_folder / name / "loss.png") for name in runs.values()),
+        *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
+        *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs.values()),
+        str(pictures / "rows.png"),
+    ]
+    sentence = conclusion(errors["sgd"], errors["pam-sgd"])
+    document = {"runs": [*runs.values()], "pictures": paths, "conclusion": sentence}
     session.console.print_result(document, "", sentence, "", "pictures:", *paths)
 
 
-def conclusion(sgd: float, pam: float, few_sgd: float, few_pam: float) -> str:
+def conclusion(sgd: Mapping[float, float], pam: Mapping[float, float]) -> str:
+    """Of held-out FVUs by fraction of the training rows."""
 
-    def compared(fvu: float, other: float) -> str:
+    def compared(share: float) -> str:
+        fvu, other = pam[share], sgd[share]
         side = "below" if fvu < other else "above"
         return f"{abs(fvu / other - 1):.1%} {side} SGD's ({fvu:.3f}, {other:.3f})"
 
-    pays_most = few_pam / few_sgd < pam / sgd
+    few, every = min(pam), max(pam)
+    pays_most = pam[few] / sgd[few] < pam[every] / sgd[every]
     moral = ": its exact decoder pays most where rows are few" if pays_most else ""
     return (
-        f"In short: from a tenth of the rows PAM-SGD's held-out FVU is {compared(few_pam, few_sgd)}, from "
-        f"all of them {compared(pam, sgd)}{moral}. This is one seed of a tiny model; tests/benchmarks/README.md "
-        "has real ones."
+        f"In short: from a tenth of the rows PAM-SGD's held-out FVU is {compared(few)}, from all of them "
+        f"{compared(every)}{moral}. This is one seed of a tiny model; tests/benchmarks/README.md has real ones."
     )
 
 
-def chain(store: str, runs: Sequence[str], pictures: Path) -> list[tuple[str, list[str]]]:
-    """The commands to run, each after its purpose."""
-    sgd, pam, few_sgd, few_pam = runs
+def chain(
+    store: str, runs: Mapping[tuple[float, str], str], pictures: Path
+) -> list[tuple[str, list[str]]]:
+    """The commands to run, each after its purpose; `runs` are named by fraction of the rows and solver."""
     effect = ["--model", TINY_GEMMA2]
-    train = ["train", "--data", store, "--act", "topk", "--k", "16"]
-    every = [*train, "--epochs", str(EPOCHS)]
-    few = [*train, "--fraction", str(FRACTION), "--epochs", str(FEW_EPOCHS)]
+    purposes = {
+        (1.0, "sgd"): "Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
+        (
+            1.0,
+            "pam-sgd",
+        ): "Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
+        (0.3, "sgd"): "Train the same two on three tenths of the rows: SGD,",
+        (0.1, "sgd"): "Train them on a tenth of the rows, as where data are few: SGD,",
+    }
+    trainings = []
+    for (share, solver), name in runs.items():
+        passes = ["--fraction", f"{share:g}", "--epochs", str(PASSES[share])]
+        options = [*passes, "--act", "topk", "--k", "16", "--solver", solver]
+        purpose = purposes.get((share, solver), "and PAM-SGD.")
+        trainings.append((purpose, ["train", "--data", store, *options, "--name", name]))
     frontier, sparsity, geometry = (
         str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")
     )
@@ -92,32 +117,20 @@ def chain(store: str, runs: Sequence[str], pictures: Path) -> list[tuple[str, li
             "Store a small language model's activations after block 2, a row per token.",
             ["extract", *effect, "--layer", "2", "--rows", str(ROWS), "--name", store],
         ),
-        (
-            "Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
-            [*every, "--solver", "sgd", "--name", sgd],
-        ),
-        (
-            "Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
-            [*every, "--solver", "pam-sgd", "--name", pam],
-        ),
-        (
-            "Train the same two on a tenth of the rows, as where data are few: SGD,",
-            [*few, "--solver", "sgd", "--name", few_sgd],
-        ),
-        ("and PAM-SGD.", [*few, "--solver", "pam-sgd", "--name", few_pam]),
+        *trainings,
         (
             "Measure all on held-out rows: the variance they leave unexplained (fvu), and\n"
             "   how well the model predicts from their reconstructions (ce recovered, kl).",
-            ["eval", *runs, *effect, "--plot", frontier],
+            ["eval", *runs.values(), *effect, "--plot", frontier],
         ),
         (
             "Count how often latents fire: silent ones never, dense ones on over a tenth.",
-            ["sparsity", *runs, "--plot", sparsity],
+            ["sparsity", *runs.values(), "--plot", sparsity],
         ),
         (
             "Look at the spline that an SAE is, affine on each cell of rows with the same\n"
             "   latents, next to k-means and local PCA.",
-            ["geometry", pam, "--plot", geometry],
+            ["geometry", runs[1.0, "pam-sgd"], "--plot", geometry],
         ),
         ("List what is in the home folder now.", ["list"]),
     ]

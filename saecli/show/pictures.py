@@ -244,6 +244,19 @@ def draw_frontier(
     return drawn
 
 
+def draw_errors(path: Path | None, errors: Mapping[str, Mapping[float, float]]) -> Figure:
+    """Draw held-out FVU by fraction of the training rows, a line per solver."""
+    with figure(path, 5, 3.5) as drawn:
+        axes = drawn.subplots()
+        for index, (solver, by_share) in enumerate(errors.items()):
+            style = line_style(index) | {"marker": marker(index), "label": solver}
+            axes.plot([*by_share], [*by_share.values()], **style)
+        axes.set(xlabel="fraction of the training rows", ylabel="held-out FVU")
+        log_scale(axes, "x")
+        axes.legend()
+        return drawn
+
+
 def draw_probes(path: Path | None, document: JsonObject) -> Figure:
     """Draw the AUC against the number of latents, and set by set against the dense probe's, which is dotted."""
     runs = document["runs"]
