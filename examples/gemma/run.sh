@@ -35,8 +35,8 @@ relu_at() {
 tools() {
     local some
     some="$settings --fraction $(per "$share" "$4")"
-    train "$1" "$2" default "$3" "$5 $some"
-    train "$1" "$2" fair "$3" "$5 $some --solver sgd"
+    train "$1" "$2" default "$3" "$5 $some ${6:-}"
+    train "$1" "$2" fair "$3" "$5 $some --solver sgd ${6:-}"
 }
 at base 1 1 "$k"
 relu_at base 1 1
@@ -48,6 +48,13 @@ for mu in $proximals; do
     train proximal topk sgd "$mu" "--act abs-topk --k $k $(paper_sgd 1 "$mu")"
     train proximal topk paper "$mu" "--act abs-topk --k $k $(paper_pam 1 "$mu")"
 done
+if ((d_sae < 4096)) && ! $quick; then  # the paper's numbers, next to its proportions
+    for value in 320 640; do
+        train wide topk sgd "$value" "--act abs-topk --k $value $(paper_sgd 1) --d-sae 4096"
+        train wide topk paper "$value" "--act abs-topk --k $value $(paper_pam 1) --d-sae 4096"
+        tools wide topk "$value" 1 "--act topk --k $value" "--d-sae 4096"
+    done
+fi
 trained
 geometry base-topk-default-1-0 "$k"
 python "$here/gemma/figures.py" "$out" --command "examples/gemma/run.sh$given"
