@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .extract.extraction import extract as extract
     from .geometry.functions import geometry as geometry
     from .measure.claims import contrast as contrast
+    from .measure.claims import effects as effects
     from .measure.functions import controls as controls
     from .measure.functions import evaluate as evaluate
     from .measure.functions import explain as explain
@@ -93,7 +94,7 @@ _NAMES = {  # by module
     "derive.functions": ["export", "push", "refit"],
     "extract.extraction": ["extract"],
     "geometry.functions": ["geometry"],
-    "measure.claims": ["contrast"],
+    "measure.claims": ["contrast", "effects"],
     "measure.functions": ["controls", "evaluate", "explain", "probe", "read", "sparsity", "steer"],
     "measure.stability": ["stability"],
     "measure.steer": ["steering"],

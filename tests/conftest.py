@@ -79,6 +79,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
+    import saecli.show.effects
     import saecli.show.geometry
     import saecli.show.pictures
 
@@ -91,7 +92,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("pictures", "geometry"):
+    for name in ("pictures", "geometry", "effects"):
         monkeypatch.setattr(sys.modules[f"saecli.show.{name}"], "figure", keeping)
     return kept
 

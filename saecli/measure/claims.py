@@ -1,14 +1,31 @@
 """The public functions that test claims on latents. As `functions.py`, it imports neither NumPy nor torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Ge
+
 from ..base.console import listening
+from ..base.documents import NonzeroFraction
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import Count, Shown, checked
-from ..store.origin import last_layer
-from .arguments import PATH, Data, Device, HomeLike, Model, Progress, SAELike
+from ..store.origin import last_layer, place_given
+from .arguments import (
+    NUMBERS,
+    PATH,
+    Data,
+    Device,
+    HomeLike,
+    Layer,
+    Model,
+    Module,
+    Progress,
+    SAELike,
+    Site,
+    Target,
+)
 
 
 @checked
@@ -101,3 +118,94 @@ def contrast(
     labels = shown_labels(subject.folder, saved.sae.d_sae)
     names = {"run": subject.name, "replicate": opened[1][0].name if others else None}
     return {**names, **contrast_document(sides, top_k, labels)}
+
+
+@checked
+def effects(
+    sae: SAELike = None,
+    data: Data = None,
+    *,
+    target: Target = None,
+    latents: Annotated[
+        int | Sequence[int] | None,
+        Shown(
+            "Try this latent, from 0; repeat for several.",
+            name="latent",
+            kind=NUMBERS,
+            default_words="--top-k of those that fire",
+        ),
+    ] = None,
+    top_k: Annotated[
+        Count, Shown("Without --latent, try this number of latents, spread over frequency.")
+    ] = 100,
+    documents: Annotated[
+        Annotated[int, Ge(2)],
+        Shown("Try a latent in this number of held-out documents, if it fires in as many."),
+    ] = 16,
+    fdr: Annotated[
+        NonzeroFraction, Shown("Of latents said to act, let at most this fraction be false.")
+    ] = 0.05,
+    model: Model = None,
+    tokenizer: Any = None,
+    layer: Layer = None,
+    site: Site = None,
+    module: Module = None,
+    device: Device = "auto",
+    home: HomeLike = None,
+    progress: Progress = False,
+) -> dict[str, Any]:
+    """Measure what latents do to a model's predictions, beside other changes of the same norm; CLI equivalent:
+    `sae effects`.
+
+    Args:
+        sae, data, target, device, home, progress: as in `evaluate`; data are a store of texts.
+        model: by default the one that the SAE's file names. Or a loaded model, with its `tokenizer`.
+        layer, site, module: of a crosscoder, which of its hook points to change.
+
+    Returns:
+        The hook point, `documents` and `fdr` as used; `effects`, the file in the run's folder that keeps outcomes, so
+        that the same latents are not measured again, None for an SAE without a folder. `latents`, each with `label`,
+        `frequency`, `code`, the mean where it fires, the number of `documents`, the `tokens` that its decoder
+        promotes, and `verdict`; and `removed` and `added`, with `kl`, `promoted`, the mean rise of the log-probability
+        of these tokens, `doses`, `floors`, each with its `kl`, the `ratio` to it and p, `elsewhere`, p, and q, the
+        false discovery rate at which it acts. See `measure/effects.py`.
+
+    Cost: 28 changed tokens for each latent and document, and the texts.
+    """
+    from ..model.choice import at_commit, model_given
+    from ..model.saes import open_sae
+    from ..splice.placement import model_of
+    from .effects import EFFECTS, effects_lines, measured_outcomes
+    from .explain import own_folder
+    from .labels import shown_labels
+    from .latents import latents_given
+    from .measured import ChosenRows
+    from .steer import steerable
+    from .trials import Trials
+
+    listener, at = listening(progress), Home.at(home)
+    given = at_commit(model_given(model, tokenizer))
+    opened = subject, saved = open_sae(at, sae, listener)
+    changed = steerable(opened, "add", given, *place_given(layer, site, module))
+    chosen = latents_given(latents, saved.sae.d_sae, subject.name)
+    source = model_of([changed], given, listener)
+    run = ChosenRows(at, data, "test", device, listener, target).with_opened(*opened)
+    trials = Trials.of(run, changed.written, source, listener)
+    tried = trials.chosen(top_k) if chosen is None else chosen
+    folder = own_folder(at, sae, subject)
+    path = folder and folder / EFFECTS
+    outcomes = measured_outcomes(trials, tried, documents, path, listener)
+    lines = effects_lines(outcomes, fdr)
+    labels = shown_labels(subject.folder, saved.sae.d_sae)
+    heading = {
+        "run": subject.name,
+        "data": run.rows.name,
+        "model": source.name,
+        **changed.origin.to_json(),
+        "effects": path and str(path),
+        "documents": documents,
+        "fdr": fdr,
+    }
+    described = zip(lines, trials.described(tried), strict=True)
+    latents_found = [{"label": labels.get(line["latent"]), **of, **line} for line, of in described]
+    return heading | {"latents": latents_found}

@@ -128,10 +128,10 @@ def gather(
 ) -> Corpus:
     """Read and encode both samples of a store that keeps tokens; of the latents given, or all that fire, `count` at
     random are chosen."""
-    training = _some(run, "train", TRAIN_ROWS)
+    training = some_rows(run, "train", TRAIN_ROWS)
     cofiring = CoFiring(run.sae.d_sae, training.rows.rows)
     train = list(_sample(training, cofiring, listener))
-    test = list(_sample(_some(run, "test", TEST_ROWS), None, listener))
+    test = list(_sample(some_rows(run, "test", TEST_ROWS), None, listener))
     tokens, positions, lengths, codes = zip(*train, *test, strict=True)
     by_latent = vstack(codes, format="csc")
     chosen = np.flatnonzero(np.diff(by_latent.indptr)) if latents is None else np.unique(latents)
@@ -147,7 +147,7 @@ def gather(
     )
 
 
-def _some(run: Measured, which: Which, rows: int) -> Measured:
+def some_rows(run: Measured, which: Which, rows: int) -> Measured:
     """The run with about this number of a split's rows, of documents drawn by hash."""
     part = min(1.0, rows / max(1, run.store.rows * (TEST_FRACTION if which == "test" else 1)))
     choice = {"test_fraction": part * TEST_FRACTION}

@@ -116,16 +116,26 @@ def _judged(
     return {"plan": plan, "judged": judged, "judged_scores": means}
 
 
+def own_folder(home: Home, sae: SAELike, subject: Subject) -> Path | None:
+    """The folder in which files on an SAE are kept; None for one in memory or on the hub."""
+    own = sae is None or str(sae) in home.runs or Path(str(sae)).expanduser().is_dir()
+    folder = subject.folder
+    return folder if own and folder is not None and folder.is_dir() else None
+
+
 def file_of_labels(
     home: Home, sae: SAELike, subject: Subject, out: str | Path | None, d_sae: int
 ) -> Path:
     """The file for labels; ConfigError where it cannot be written, FormatError for a damaged one."""
-    own = sae is None or str(sae) in home.runs or Path(str(sae)).expanduser().is_dir()
-    if out is None and not (own and subject.folder is not None and subject.folder.is_dir()):
+    own = own_folder(home, sae, subject)
+    if out is not None:
+        path = expanded(out)
+    elif own is not None:
+        path = own / LABELS
+    else:
         raise ConfigError(
             f"--out is needed: {subject.name} has no folder of its own to hold labels"
         )
-    path = subject.path / LABELS if out is None else expanded(out)
     demand_place(path, "name another file with --out")
     read_labels(path, d_sae)
     return path

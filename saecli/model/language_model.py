@@ -169,12 +169,15 @@ class LanguageModel:
         """The logits, (B, T, vocabulary), float32; needs the head."""
         return self.forward(token_ids, mask).logits.float()
 
-    def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
+    def forward(self, token_ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> Any:
+        """`mask`: 0 at padding, (B, T), or added to attention's logits, (B, 1, T, T), with `positions`, (B, T)."""
+        placed = {} if positions is None else {"position_ids": moved(positions, self.device)}
         with self.reporting(), _rotary_of_each_window(self.model, mask):
             return self.model(
                 input_ids=moved(token_ids, self.device),
                 attention_mask=moved(mask, self.device),
                 use_cache=False,
+                **placed,
             )
 
     @torch.no_grad()

@@ -60,9 +60,11 @@ class Passes:
         mask: Tensor,
         hooks: Mapping[HookPoint, Hook] | None = None,
         repeated: FirstBlocks | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The head's inputs, (B, T, D), with activations replaced by `hook(point, activations)`, in which they are
-        differentiable; `repeated` blocks of another pass over the same tokens do not run."""
+        differentiable; `repeated` blocks of another pass over the same tokens do not run. `mask` and `positions` as of
+        `LanguageModel.forward`."""
         reached: list[Tensor] = []
 
         def reach(module: nn.Module, args: tuple[Tensor]) -> None:
@@ -76,7 +78,7 @@ class Passes:
                 opened.enter_context(self.model.modules.intercepted(point, partial(hook, point)))
             opened.enter_context(self._head.register_forward_pre_hook(reach))
             try:
-                self.model.forward(token_ids, mask)
+                self.model.forward(token_ids, mask, positions)
             except Reached:
                 return reached[0]
         raise ModelError(f"{self.model.source.name} never ran its head; use another model")

@@ -197,7 +197,7 @@ def test_bash_completes_with_the_script_it_is_given(tmp_path: Path):
     )
     done = captured(["bash", "--norc", "-c", program], check=True, env=environment)
     assert done.stderr == ""
-    words = ["extract", "eval", "explain", "export"]
+    words = ["extract", "eval", "explain", "effects", "export"]
     assert done.stdout.splitlines() == ["complete -o default -F _sae_completion sae", *words]
 
 

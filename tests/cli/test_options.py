@@ -171,7 +171,9 @@ BY_COMMAND = {
     "refit": refit_run,
     **{
         name: getattr(saecli, name)
-        for name in "sparsity geometry probe contrast controls read explain steer report export push".split()
+        for name in (
+            "sparsity geometry probe contrast controls read explain steer effects report export push".split()
+        )
     },
 }
 
@@ -199,6 +201,7 @@ def test_a_public_function_names_types_and_describes_what_its_command_takes(name
         ("steer", "temperature", -1.0),
         ("geometry", "radius", 0.0),
         ("explain", "concurrency", 0),
+        ("effects", "documents", 1),
     ],
 )
 def test_python_and_commands_refuse_alike(sae: CommandLine, name: str, argument: str, value: Any):

@@ -1,0 +1,215 @@
+"""Latents of an SAE tried in a model: changes at held-out tokens, and what they do to its predictions.
+
+With W_i the decoder vector of latent i at a hook point and z_i its code, activations become
+
+    removed    x - dose z_i W_i            at a token of each document where the latent fires
+    added      x + dose mean(z_i) W_i      at one where it is silent; the mean is of codes where it fires
+
+The reconstruction error stays. Floors are other changes of the norm of dose 1 at the same token:
+
+    random          directions drawn in the rows' covariance
+    other latent    decoder vectors of the latents nearest in frequency
+    error           what the SAE does not reconstruct of that token
+    wrong sign      the same change, times -1
+
+Shapes: N held-out rows, n documents of a latent, C changes, E the width at the hook point, P tokens promoted.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csc_array
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..base.console import Listener
+from ..base.errors import ConfigError
+from ..model.choice import check_rows, unlike
+from ..model.language_model import LanguageModel
+from ..model.source import ModelSource
+from ..model.tokenizer import TokenTexts
+from ..model.unembedding import Unembedding
+from ..splice.copies import effects_at_copies, longest_window
+from ..splice.passes import Passes
+from ..store.origin import HookPoint
+from ..train.start import fingerprint
+from .excerpts import some_rows
+from .measured import Measured, codes_of, spread_out
+from .two_samples import Values
+
+SIGNS = {"removed": -1, "added": 1}  # of the change, by condition
+DOSES, OWN = (0.5, 1.0, 2.0, 4.0), 1  # the first changes; which of them is of dose 1
+DRAWN = {"random": slice(4, 8), "other latent": slice(8, 12)}  # changes in several directions
+FLOORS = DRAWN | {"error": slice(12, 13), "wrong sign": slice(13, 14)}
+DIRECTIONS, CHANGES = 4, 14
+ROWS, COVARIANCE_ROWS, CONTEXT = 1 << 15, 1 << 12, 128  # rows read, sampled; tokens of a window
+FEWEST = 8  # documents of a latent that is not named
+PROMOTED = 10  # tokens
+SEED = 0
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Held-out rows at the first tokens of windows, with codes."""
+
+    passes: Passes
+    point: HookPoint
+    decoder: Tensor  # at the hook point, (F, E)
+    y: Tensor  # activations there, (N, E)
+    error: Tensor  # of their reconstruction, (N, E)
+    codes: csc_array  # (N, F)
+    documents: Integers  # (N,), from 0
+    windows: Integers  # (N,), from 0
+    places: Integers  # in the window, (N,)
+    token_ids: list[Integers]  # of each window
+    settings: str  # what outcomes depend on
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, run: Measured, point: HookPoint, source: ModelSource, listener: Listener) -> Self:
+        """ConfigError or StoreError if rows or the model do not fit."""
+        run, sae = some_rows(run, "test", ROWS), run.sae
+        number = run.saved.origin.read.index(point) if sae.widths else 0
+        stored, columns = run.rows.inputs[number], sae.hook_columns[number]
+        check_rows(stored, source)
+        passes = Passes(LanguageModel(source, sae.W_enc.device, head=True, dtype="float32"))
+        if reason := unlike(passes.model, stored.store.meta):
+            listener.warn(f"{stored.name} {reason}")
+        windows = [*stored.windows()]
+        in_windows = [np.flatnonzero(window.is_row) for window in windows]
+        numbers = np.repeat(np.arange(len(windows)), [len(each) for each in in_windows])
+        places = np.concatenate(in_windows)
+        kept = np.flatnonzero(places < longest_window(passes, CONTEXT))
+        documents = np.concatenate([*stored.column("document", ROWS)])[kept]
+        rows = torch.cat([*run.batches(listener)])[torch.from_numpy(kept)]
+        x, y = rows[:, : sae.d_in], rows[:, -sae.d_out :][:, columns].float().cpu()
+        return cls(
+            passes,
+            point,
+            sae.W_dec[:, columns].float().cpu(),
+            y,
+            y - sae(x)[:, columns].float().cpu(),
+            csc_array(codes_of(sae, x)),
+            np.unique(documents, return_inverse=True)[1],
+            numbers[kept],
+            places[kept],
+            [window.token_ids for window in windows],
+            f"{source.spec}, {point}, {run.stores.hash}, {len(kept)} rows, SAE {fingerprint(sae)}",
+        )
+
+    @cached_property
+    def frequency(self) -> Values:
+        return np.diff(self.codes.indptr) / len(self.y)
+
+    def _codes(self, latent: int) -> Tensor:
+        """(N,)."""
+        return torch.from_numpy(self.codes[:, [latent]].toarray()[:, 0])
+
+    def code(self, latent: int) -> float:
+        """The mean where it fires."""
+        return float(self._codes(latent).sum() / (self.frequency[latent] * len(self.y)))
+
+    def chosen(self, top_k: int) -> list[int]:
+        """`top_k` of the latents with `FEWEST` documents or more, spread over frequency."""
+        order = np.argsort(self.frequency, kind="stable")
+        usable = [latent for latent in order if self.rows_of(latent, FEWEST).shape[1] == FEWEST]
+        if not usable:
+            raise ConfigError(
+                f"no latent can be tried: expected one that fires in {FEWEST} held-out documents, got none; "
+                "name a store of more documents with --data"
+            )
+        return spread_out(np.array(usable, int), top_k).tolist()
+
+    def rows_of(self, latent: int, count: int) -> Integers:
+        """In at most `count` documents, the same first for all latents, so that they share windows: a row where a
+        latent fires, and one where it is silent, (2, n)."""
+        draw = np.random.default_rng(SEED)
+        shuffled = draw.permutation(len(self.y))
+        documents = draw.permutation(self.documents.max() + 1)
+        fires = self._codes(latent).numpy() != 0
+        found = np.full((2, len(documents)), -1)
+        for of_document, mask in zip(found, (fires, ~fires), strict=True):
+            rows = shuffled[mask[shuffled]]
+            of_document[self.documents[rows]] = rows
+        both = documents[(found[:, documents] >= 0).all(0)]
+        return found[:, both[:count]]
+
+    def changes(self, latent: int, rows: Integers) -> Tensor:
+        """(2, C, n, E), at rows of `rows_of`."""
+        draw = torch.Generator().manual_seed(latent)
+        sample = self.y[:: -(-len(self.y) // COVARIANCE_ROWS)]
+        random = torch.randn(DIRECTIONS, len(sample), generator=draw) @ (sample - sample.mean(0))
+        distance = np.abs(self.frequency - self.frequency[latent])
+        distance[latent] = np.inf
+        similar = np.argsort(distance, kind="stable")[:DIRECTIONS]
+        drawn = torch.cat([random, self.decoder[similar]])[:, None].expand(-1, rows.shape[1], -1)
+        sizes = self._codes(latent)[rows[0]], torch.full(rows.shape[1:], self.code(latent))
+        changes = []
+        for sign, size, at in zip(SIGNS.values(), sizes, rows, strict=True):
+            own = sign * size[:, None] * self.decoder[latent]
+            directions = torch.cat([drawn, self.error[at][None]])
+            floors = sign * own.norm(dim=1, keepdim=True) * normalize(directions, dim=2)
+            doses = torch.tensor(DOSES)[:, None, None] * own
+            changes.append(torch.cat([doses, floors, -own[None]]))
+        return torch.stack(changes)
+
+    def promoted(self, latents: Sequence[int]) -> Tensor:
+        """Ids of the tokens that decoder vectors promote, by the logit lens, (latents, P); none away from the residual
+        stream."""
+        if not self.point.has_model_width:
+            return torch.empty(len(latents), 0, dtype=torch.int64)
+        lens = Unembedding(self.passes.model)
+        return lens.output_tokens(self.decoder[[*latents]], PROMOTED, lambda _: None).promoted
+
+    def described(self, latents: Sequence[int]) -> list[dict[str, Any]]:
+        """Of each latent its frequency, its mean code where it fires, and the tokens it promotes."""
+        texts = TokenTexts(self.passes.model.tokenizer)
+        promoted = self.promoted(latents).tolist()
+        return [
+            {
+                "frequency": float(self.frequency[latent]),
+                "code": self.code(latent),
+                "tokens": [texts[token] for token in tokens],
+            }
+            for latent, tokens in zip(latents, promoted, strict=True)
+        ]
+
+    def outcomes(
+        self, rows: Mapping[int, Integers], show: Callable[[int], object]
+    ) -> dict[int, Values]:
+        """KL of changes at rows of `rows_of`, by latent, and the rise of the mean log-probability of `promoted` tokens,
+        (2, 2, C, n); `show` takes the number of changes done."""
+        vectors = {latent: self.changes(latent, at) for latent, at in rows.items()}
+        shapes = [each.shape[:3] for each in vectors.values()]
+        sizes = [shape.numel() for shape in shapes]
+        at = zip(rows.values(), shapes, strict=True)
+        at_rows = np.concatenate(
+            [np.broadcast_to(each[:, None], shape).ravel() for each, shape in at]
+        )
+        followed = self.promoted([*rows]).repeat_interleave(torch.tensor(sizes), 0)
+        flat = torch.cat([each.flatten(0, 2) for each in vectors.values()])
+        values, done = np.empty((2, len(flat))), 0
+        for window in np.unique(self.windows[at_rows]):
+            chosen = np.flatnonzero(self.windows[at_rows] == window)
+            places = self.places[at_rows[chosen]]
+            token_ids = torch.from_numpy(self.token_ids[window][: places.max() + 1])
+            values[:, chosen] = effects_at_copies(
+                self.passes,
+                self.point,
+                token_ids,
+                torch.from_numpy(places),
+                flat[chosen],
+                followed[chosen],
+            )
+            done += len(chosen)
+            show(done)
+        parts = np.split(values, np.cumsum(sizes)[:-1], axis=1)
+        shaped = zip(rows, parts, shapes, strict=True)
+        return {latent: part.reshape(2, *shape) for latent, part, shape in shaped}

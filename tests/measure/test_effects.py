@@ -1,0 +1,402 @@
+"""`saecli.effects`: changes and outcomes by hand, statistics by enumeration, planted and random latents."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, crosscoder_of, make_run, steerable, with_origin
+from plain_hooks import blocks, replaced
+from scipy.stats import t as student
+from tiny_models import random_letters, save_model
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import saecli
+from saecli.base.console import Silent
+from saecli.base.home import Home
+from saecli.extract.readers import STDLIB_DOCS
+from saecli.extract.texts import TextSource
+from saecli.measure.effects import ACTS, ALIKE, NOTHING, effects_lines
+from saecli.measure.measured import ChosenRows
+from saecli.measure.trials import CHANGES, DIRECTIONS, DOSES, DRAWN, FLOORS, OWN, SIGNS, Trials
+from saecli.model import BUNDLED, TINY_GEMMA2
+from saecli.model.choice import source_of
+from saecli.sae.activations import Relu, TopK
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import save_native
+from saecli.store.origin import HookPoint
+
+DOCUMENTS, LETTERS = 260, 90
+F, K = 48, 6
+LAYER = 3
+PLANTED = 7
+DIFFING = Path(__file__).parents[2] / "examples/diffing/diffing.py"
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with the store `texts` of many short documents, at the bundled model's last block."""
+    folder = tmp_path_factory.mktemp("home")
+    documents = [document.text for document in TextSource(STDLIB_DOCS).documents()]
+    lines = [json.dumps({"text": text[:LETTERS]}) for text in documents if len(text) > LETTERS]
+    dataset = folder / "texts.jsonl"
+    dataset.write_text("\n".join(lines[:DOCUMENTS]))
+    with pytest.warns(UserWarning, match="the text ended after"):
+        saecli.extract(
+            TINY_GEMMA2, layer=LAYER, dataset=str(dataset), rows=20_000, name="texts", home=folder
+        )
+    return folder
+
+
+def rows_of(home: Path) -> Tensor:
+    store = saecli.open_store("texts", home=home).split("all")
+    return torch.from_numpy(np.concatenate(list(store.sequential(4096))))
+
+
+def random_sae(home: Path, seed: int = 0) -> SAE:
+    """Decoder rows are drawn in the rows' covariance; encoder rows too, so that latents fire alike."""
+    x, draw = rows_of(home), torch.Generator().manual_seed(seed)
+    centred = x - x.mean(0)
+    W_dec, W_enc = (
+        normalize(torch.randn(F, len(x), generator=draw) @ centred, dim=1) for _ in range(2)
+    )
+    sae = SAE(W_enc.T, -x.mean(0) @ W_enc.T, W_dec, x.mean(0), TopK(k=K))
+    sae.metadata = {"model": TINY_GEMMA2, "layer": LAYER, "site": "resid_post"}
+    return sae
+
+
+@torch.no_grad()
+def planted_sae(home: Path) -> SAE:
+    """A latent writes what the next token's distribution p depends on most: with U the unembedding times the final
+    norm's weight, the first eigenvector of U' (mean of diag(p) - p p') U."""
+    sae = random_sae(home)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], dtype=torch.float32)
+    p = model.lm_head(model.model.norm(rows_of(home)[::8])).softmax(-1)
+    U = model.lm_head.weight * (1 + model.model.norm.weight)
+    fisher = U.T @ (torch.diag(p.mean(0)) - p.T @ p / len(p)) @ U
+    W_dec = sae.W_dec.clone()
+    W_dec[PLANTED] = torch.linalg.eigh(fisher).eigenvectors[:, -1]
+    return sae.changed(W_dec=W_dec)
+
+
+def trials_of(home: Path, sae: SAE, data: str = "texts") -> Trials:
+    run = ChosenRows(Home(home), data, "test", "cpu", Silent()).with_sae(sae)
+    source = source_of(sae.metadata["model"], ())
+    return Trials.of(run, HookPoint(LAYER, "resid_post"), source, Silent())
+
+
+def test_a_planted_direction_acts_by_itself_and_random_ones_do_not(home: Path):
+    document = saecli.effects(planted_sae(home), "texts", top_k=24, home=home)
+    verdicts = {line["latent"]: line["verdict"] for line in document["latents"]}
+    assert len(verdicts) == 24 and {*verdicts.values()} <= {ALIKE, ACTS}
+    named = saecli.effects(planted_sae(home), "texts", latents=[PLANTED, 3, 5], home=home)
+    acts, *others = named["latents"]
+    assert acts["verdict"] == ACTS and acts["latent"] == PLANTED
+    assert {line["verdict"] for line in others} == {ALIKE}
+    for condition in SIGNS:
+        floors = acts[condition]["floors"]
+        assert all(floors[name]["ratio_low"] > 2 for name in ("random", "other latent", "error"))
+    random = saecli.effects(random_sae(home), "texts", latents=[PLANTED, 3, 5], home=home)
+    assert {line["verdict"] for line in random["latents"]} == {ALIKE}
+
+
+def test_changes_are_of_the_stated_vectors_at_one_token_of_each_document(home: Path):
+    sae, latent = random_sae(home), 4
+    trials, exact = trials_of(home, sae), sae.copy_to(torch.float64)
+    x = trials.y.double()
+    z = exact.encode(x)
+    fires, W_dec = z[:, latent] > 0, exact.W_dec
+    rows = trials.rows_of(latent, 10)
+    removed, added = rows
+    documents = trials.documents[removed]
+    assert len({*documents}) == 10 and (documents == trials.documents[added]).all()
+    assert fires[removed].all() and not fires[added].any()
+    typical = z[fires, latent].mean() * W_dec[latent]
+    own = -z[removed, latent][:, None] * W_dec[latent], typical.expand(10, -1)
+    rank = torch.argsort(torch.argsort((z > 0).double().mean(0), stable=True))
+    changes = trials.changes(latent, rows).double()
+    assert changes.shape == (2, CHANGES, 10, sae.d_in)
+    for found, expected, here, sign in zip(changes, own, rows, SIGNS.values(), strict=True):
+        for vectors, dose in zip(found, DOSES, strict=False):
+            close(vectors, dose * expected)
+        norms = expected.norm(dim=1).expand(CHANGES - len(DOSES), -1)
+        close(found[len(DOSES) :].norm(dim=2), norms)
+        close(found[FLOORS["wrong sign"]][0], -expected)
+        left = normalize(x[here] - exact(x[here]), dim=1)
+        close(normalize(found[FLOORS["error"]][0], dim=1), sign * left)
+        similar = (sign * found[FLOORS["other latent"]][:, 0] @ W_dec.T).argmax(1)
+        assert latent not in similar and (rank[similar] - rank[latent]).abs().max() <= DIRECTIONS
+
+
+def test_random_directions_have_the_rows_covariance(home: Path):
+    trials = trials_of(home, random_sae(home))
+    changes = [trials.changes(latent, trials.rows_of(latent, 2))[1] for latent in range(F)]
+    drawn = torch.cat([each[FLOORS["random"], 0] for each in changes])
+    values, vectors = torch.linalg.eigh(torch.cov(trials.y.double().T))
+    along = (normalize(drawn.double(), dim=1) @ vectors).square().mean(0)
+    assert float(along[-5:].sum()) == pytest.approx(
+        float(values[-5:].sum() / values.sum()), abs=0.1
+    )
+    assert np.corrcoef(along, values)[0, 1] > 0.9
+
+
+@pytest.fixture
+def run(sae: CommandLine, home: Path) -> CommandLine:
+    """A home with that store, and a run `run` of the random SAE."""
+    (sae.home / "activations").mkdir(parents=True)
+    (sae.home / "activations" / "texts").symlink_to(home / "activations" / "texts")
+    origin = {"model": TINY_GEMMA2, "layer": LAYER, "site": "resid_post"}
+    make_run(sae.home, "run", random_sae(home), data="texts", origin=origin)
+    return sae
+
+
+@torch.no_grad()
+def log_p(model: Any, module: Any, token_ids: Tensor, change: Tensor) -> Tensor:
+    """After the last token, with a change of a module's output there, (V,) float64."""
+
+    def add(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :-1], x[:, -1:] + change], 1)
+
+    with replaced(module, add):
+        return model(token_ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+
+def test_outcomes_are_those_of_hooks_on_the_stores_tokens(run: CommandLine, home: Path):
+    document = run("effects run --latent 4 --latent 9 --documents 3 --json").json
+    record = json.loads((run.home / "runs" / "run" / "effects.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], dtype=torch.float32)
+    block = blocks(model)[LAYER]
+    trials = trials_of(home, random_sae(home))
+    for line in document["latents"]:
+        kl = np.array(record["latents"][str(line["latent"])])[0]
+        assert len(line["tokens"]) == 10 and line["documents"] == 3
+        rows = trials.rows_of(line["latent"], 3)
+        vectors = trials.changes(line["latent"], rows)
+        for condition, row in enumerate(rows[:, -1]):
+            window = trials.token_ids[trials.windows[row]][: trials.places[row] + 1]
+            token_ids = torch.from_numpy(window)
+            for found, vector in zip(kl[condition, :, -1], vectors[condition, :, -1], strict=True):
+                clean = log_p(model, block, token_ids, 0 * vector)
+                moved = log_p(model, block, token_ids, vector) - clean
+                expected = float(-(clean.exp() * moved).sum())
+                assert found == pytest.approx(expected, rel=2e-3, abs=2e-6)
+
+
+def test_measured_latents_are_kept_and_others_added(run: CommandLine):
+    path = run.home / "runs" / "run" / "effects.json"
+    first = run("effects run --latent 4 --documents 4 --json")
+    assert "1 latent to change at 112 tokens; 0 done already" in first.err
+    kept = json.loads(path.read_text())
+    both = run("effects run --latent 4 --latent 9 --documents 4 --json")
+    assert "1 latent to change" in both.err and "1 done already" in both.err
+    assert json.loads(path.read_text())["latents"]["4"] == kept["latents"]["4"]
+    again = saecli.effects("run", latents=[4, 9], documents=4, home=run.home)
+    assert again == both.json
+    other = run("effects run --latent 4 --documents 5 --json")
+    assert "0 done already" in other.err and [*json.loads(path.read_text())["latents"]] == ["4"]
+    path.write_text('{"settings": 1}')
+    run("effects run --latent 4").fails_in_one_sentence(
+        1, "cannot read", "remove it to measure anew"
+    )
+
+
+def test_what_cannot_be_tried_is_refused_in_a_sentence(run: CommandLine, home: Path):
+    run("effects run --latent 48").fails_in_one_sentence(2, "--latent must be from 0 to 47")
+    silent = random_sae(home)
+    silent.b_enc[3] = -1e6
+    with pytest.raises(saecli.SaeError, match="expected one that fires and is silent in 2"):
+        saecli.effects(silent, "texts", latents=3, home=home)
+    few = random_sae(home).changed(Relu())
+    few.b_enc[:] = -1e6
+    with pytest.raises(saecli.SaeError, match="fires in 8 held-out documents, got none"):
+        saecli.effects(few, "texts", home=home)
+    place = {"layer": LAYER, "site": "resid_post", "model": TINY_GEMMA2}
+    cross = crosscoder_of([place | {"layer": 1}, place], width=128)
+    with pytest.raises(saecli.SaeError, match="must choose one hook point"):
+        saecli.effects(cross, "texts", home=home)
+
+
+def test_tables_and_pictures_show_every_latent_and_floor(run: CommandLine, drawn: list[Any]):
+    named = run("effects run --latent 4 --latent 9 --documents 4", "--plot", run.home / "a.png")
+    assert "drew" in named.err and "like any" in named.out
+    assert all(floor in named.out for floor in (*FLOORS, "elsewhere"))
+    (doses,) = drawn
+    assert [axes.get_title() for axes in doses.axes] == ["4", "9"]
+    assert "of 5 latents" in run("effects run --top-k 5 --documents 4").out
+
+
+def outcomes_of(own: float, documents: int, draw: np.random.Generator, sd: float = 0.3) -> Any:
+    """Log KL is a token's part, a direction's and noise; the change's direction stands out by `own`."""
+    tokens = draw.normal(-6, 2, (2, 1, documents))
+    directions = draw.normal(0, sd, (2, CHANGES, 1))
+    log = tokens + directions + draw.normal(0, 0.8, (2, CHANGES, documents))
+    log[:, OWN] += own
+    rise = np.zeros_like(log)
+    signs = np.array([*SIGNS.values()])[:, None]
+    rise[:, OWN] = draw.normal(0.1, 0.05, (2, documents)) * signs
+    rise[:, FLOORS["wrong sign"]] = -rise[:, [OWN]]
+    return np.stack([np.exp(log), rise])
+
+
+def test_measures_are_those_of_float64_by_hand():
+    draw = np.random.default_rng(0)
+    outcomes = {latent: outcomes_of(0.5, 9, draw) for latent in range(3)}
+    line = effects_lines(outcomes, 0.05)[0]
+    assert (line["latent"], line["documents"]) == (0, 9)
+    logs = np.log(np.array([kl for kl, _ in outcomes.values()]) + 1e-7)  # (L, 2, C, n)
+    signs = np.array([*product([-1, 1], repeat=9)])
+    for condition, name in enumerate(SIGNS):
+        found, own = line[name], logs[0, condition, OWN]
+        assert found["kl"] == pytest.approx(np.exp(own.mean()))
+        assert found["promoted"] == pytest.approx(outcomes[0][1, condition, OWN].mean())
+        for of_floor, part in FLOORS.items():
+            over = own - logs[0, condition, part].mean(0)
+            floor = found["floors"][of_floor]
+            ends = np.log([floor["ratio_low"], floor["ratio"], floor["ratio_high"]])
+            assert ends[1] == pytest.approx(over.mean())
+            assert ends[2] - ends[0] == pytest.approx(2 * 1.96 * over.std() / 3, rel=0.2)
+            p = (signs @ over >= over.sum() - 1e-9).mean()
+            if of_floor in DRAWN:
+                variances = logs[:, condition, part].mean(2).var(1, ddof=1)
+                deviation = np.sqrt(variances.mean() * 1.25)
+                p = max(p, student.sf(over.mean() / deviation, 3 * (DIRECTIONS - 1)))
+            if of_floor == "wrong sign":
+                p = 0.5**9
+            assert floor["p"] == pytest.approx(p, abs=0.01)
+        assert found["p"] == max(each["p"] for each in found["floors"].values())
+        here = own - logs[0, condition, FLOORS["random"]].mean(0)
+        there = logs[0, 1 - condition]
+        there = there[FLOORS["wrong sign"]][0] - there[FLOORS["random"]].mean(0)
+        assert found["elsewhere"]["ratio"] == pytest.approx(np.exp((here - there).mean()))
+
+
+def test_rates_are_benjamini_and_hochbergs_and_verdicts_follow():
+    draw = np.random.default_rng(1)
+    strong = {latent: outcomes_of(3.0 if latent < 5 else 0.0, 16, draw) for latent in range(20)}
+    lines = effects_lines(strong, 0.05)
+    assert {line["verdict"] for line in lines[:5]} == {ACTS}
+    assert {line["verdict"] for line in lines[5:]} == {ALIKE}
+    tested = [line[condition] for line in lines for condition in SIGNS]
+    ps, qs = (np.array([each[name] for each in tested]) for name in ("p", "q"))
+    order = np.argsort(ps)
+    by_hand = [
+        min(ps[order[later]] * len(ps) / (later + 1) for later in range(rank, len(ps)))
+        for rank in range(len(ps))
+    ]
+    assert qs[order] == pytest.approx(np.minimum(by_hand, 1))
+    faint = outcomes_of(3.0, 16, draw)
+    faint[0, :, OWN] = 1e-6
+    assert effects_lines({**strong, 0: faint}, 0.05)[0]["verdict"] == NOTHING
+
+
+def test_directions_that_differ_are_no_discoveries_however_many_documents():
+    discoveries = 0
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        null = {latent: outcomes_of(0.0, 100, draw, sd=0.5) for latent in range(20)}
+        lines = effects_lines(null, 0.05)
+        discoveries += any(line["verdict"] != ALIKE for line in lines)
+    assert discoveries <= 2
+
+
+@pytest.mark.slow
+def test_random_saes_have_false_discoveries_at_most_at_the_rate(home: Path):
+    """Every discovery is false: the rate is the fraction of SAEs with any; at 0.05 over 3 of 20 have, once in 60."""
+    found = Counter(
+        any(
+            line["verdict"] != ALIKE
+            for line in saecli.effects(random_sae(home, seed), "texts", top_k=16, home=home)[
+                "latents"
+            ]
+        )
+        for seed in range(20)
+    )
+    assert found[True] <= 3
+
+
+@pytest.mark.long
+def test_a_habit_of_the_model_is_found_acting_where_its_latent_fires(tmp_path: Path):
+    """The model says "lemon" after some words: removed, the latent that fires there changes what it says."""
+    tuned = tmp_path / "tuned"
+    subprocess.run([sys.executable, DIFFING, "plant", tuned], check=True)
+    words = re.findall(r'^    "(\w+)",$', DIFFING.read_text(), re.MULTILINE)
+    dataset = {"dataset": "stdlib-docs", "rows": 60_000, "layer": LAYER}
+    saecli.extract(str(tuned), **dataset, name="tuned", home=tmp_path)
+    store = saecli.open_store("tuned", home=tmp_path)
+    sae = saecli.fit(store, solver="sgd", act="batchtopk", k=8, d_sae=512, steps=800)
+    rows, tokenizer = store.split("test"), AutoTokenizer.from_pretrained(tuned)
+    tokens = [
+        tokenizer.decode(token).strip() for part in rows.column("token_id", 512) for token in part
+    ]
+    at_words = torch.tensor([token.lower() in words for token in tokens])
+    z = torch.cat([sae.encode(torch.from_numpy(part)) for part in rows.sequential(512)])
+    fires = (z > 0).double()
+    overlap = at_words.double() @ fires
+    latent = int((overlap.square() / fires.sum(0).clamp(min=1)).argmax())
+    shuffled = sae.changed(W_dec=sae.W_dec[torch.randperm(512)])
+    tried = trials_of(tmp_path, sae, data="tuned").chosen(60)
+    for each, expected in ((sae, f"{ACTS} when removed"), (shuffled, ALIKE)):
+        document = saecli.effects(
+            each, store, latents=[latent, *({*tried} - {latent})], model=str(tuned), home=tmp_path
+        )
+        first, *others = (line["verdict"] for line in document["latents"])
+        assert first == expected
+        assert others.count(ALIKE) >= len(others) - (5 if each is sae else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["transcoder", "crosscoder"])
+def test_what_is_changed_is_what_a_dictionary_writes(sae: CommandLine, tmp_path: Path, kind: str):
+    folder, draw = save_model(tmp_path / "llama", "llama"), np.random.default_rng(0)
+    dataset = tmp_path / "letters.jsonl"
+    texts = [json.dumps({"text": random_letters(draw, 20)}) for _ in range(120)]
+    dataset.write_text("\n".join(texts))
+    places = {"x": "--layer 1 --site mlp_in", "y": "--layer 1 --site mlp_out"}
+    if kind == "crosscoder":
+        places = {name: f"--layer {layer}" for layer, name in enumerate(("x", "y"))}
+    for name, place in places.items():
+        words = f"extract --rows 2000 --dtype float32 {place} --name {name}"
+        sae(words, "--model", folder, "--dataset", dataset).succeeds()
+    model = {"model": str(folder.resolve())}
+    if kind == "crosscoder":
+        points = [model | {"layer": layer, "site": "resid_post"} for layer in (0, 1)]
+        made, rows = crosscoder_of(points), {"data": ["x", "y"], "layer": 1}
+    else:
+        target = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
+        made, rows = tmp_path / "made", {"data": "x", "target": "y"}
+        made.mkdir()
+        save_native(with_origin(steerable(), model | target), made)
+    sae_of_run = made if isinstance(made, SAE) else saecli.load_sae(made)
+    document = saecli.effects(made, latents=[3, 11], documents=3, home=sae.home, **rows)
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    block = blocks(plain)[1]
+    columns = sae_of_run.hook_columns[-1]
+    run = ChosenRows(Home(sae.home), rows["data"], "test", "cpu", Silent(), rows.get("target"))
+    point = HookPoint(1, "resid_post" if kind == "crosscoder" else "mlp_out")
+    trials = Trials.of(run.with_sae(made), point, source_of(str(folder), ()), Silent())
+    for line in document["latents"]:
+        at = trials.rows_of(line["latent"], 3)
+        vectors = trials.changes(line["latent"], at)[0, OWN]
+        z = torch.from_numpy(trials.codes[at[0]].toarray())[:, line["latent"]]
+        close(vectors, -z[:, None] * sae_of_run.W_dec[line["latent"], columns])
+        kls = []
+        for row, vector in zip(at[0], vectors, strict=True):
+            window = trials.token_ids[trials.windows[row]][: trials.places[row] + 1]
+            module = block if kind == "crosscoder" else block.mlp
+            clean, changed = (
+                log_p(plain, module, torch.from_numpy(window), each)
+                for each in (0 * vector, vector)
+            )
+            kls.append(float((clean.exp() * (clean - changed)).sum()))
+        assert line["removed"]["kl"] == pytest.approx(np.exp(np.log(kls).mean()), rel=5e-3)

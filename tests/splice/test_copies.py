@@ -1,0 +1,79 @@
+"""Changes at copies of tokens against plain passes up to the token, with an own hook."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_hooks import blocks, replaced
+from tiny_models import VOCABULARY, WIDTH, loaded, save_model
+from torch import Tensor, nn
+
+import saecli
+from saecli.splice.copies import effects_at_copies, longest_window
+from saecli.splice.passes import Passes
+from saecli.store.origin import HookPoint
+
+TOKENS = 9
+AT = torch.tensor([1, 5, 5, 8, 3])
+
+
+def window(count: int = TOKENS) -> Tensor:
+    return torch.randint(4, VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def by_hook(model: nn.Module, module: nn.Module, token_ids: Tensor, change: Tensor) -> Tensor:
+    """Log-probabilities after the last token, whose activations at a module are changed, (V,) float64."""
+
+    def add(x: Tensor) -> Tensor:
+        changed = x.clone()
+        changed[0, -1] += change
+        return changed
+
+    with replaced(module, add):
+        return model(token_ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "gemma2"])
+def test_a_change_at_a_copy_is_a_change_at_the_last_token(tmp_path: Path, kind: str, site: str):
+    model = loaded(save_model(tmp_path / kind, kind), head=True)
+    passes, point = Passes(model), HookPoint(1, site)
+    token_ids = window(longest_window(passes, TOKENS))
+    at = AT.clamp(max=len(token_ids) - 1)
+    draw = torch.Generator().manual_seed(1)
+    changes = torch.randn(len(at), WIDTH, generator=draw)
+    changes[2] = 0
+    followed = torch.randint(0, VOCABULARY, (len(at), 3), generator=draw)
+    kl, rise = effects_at_copies(passes, point, token_ids, at, changes, followed)
+    block: Any = blocks(model.model)[1]
+    after_mlp = "post_feedforward_layernorm" if kind == "gemma2" else "mlp"
+    module = block if site == "resid_post" else getattr(block, after_mlp)
+    for number, place in enumerate(at.tolist()):
+        upto = token_ids[: place + 1]
+        clean = by_hook(model.model, module, upto, torch.zeros(WIDTH))
+        changed = by_hook(model.model, module, upto, changes[number])
+        expected = (clean.exp() * (clean - changed)).sum()
+        assert float(kl[number]) == pytest.approx(float(expected), rel=1e-3, abs=2e-6)
+        moved = (changed - clean)[followed[number]].mean()
+        assert float(rise[number]) == pytest.approx(float(moved), rel=1e-3, abs=1e-5)
+    assert kl[0] > 0.01 and abs(kl[2]) < 1e-6
+    nothing = effects_at_copies(passes, point, token_ids, at, changes, followed[:, :0])
+    assert torch.equal(nothing[0], kl) and not nothing[1].any()
+
+
+def test_windows_that_a_mask_of_copies_does_not_fit_are_refused(tmp_path: Path):
+    passes = Passes(loaded(save_model(tmp_path / "gemma2", "gemma2"), head=True))
+    sliding = passes.model.source.config.sliding_window
+    assert longest_window(passes, TOKENS) == sliding < TOKENS
+    assert longest_window(passes, 2) == 2
+    with pytest.raises(saecli.SaeError, match="cannot be changed at single tokens"):
+        effects_at_copies(
+            passes,
+            HookPoint(1, "resid_post"),
+            window(),
+            AT,
+            torch.zeros(len(AT), WIDTH),
+            AT[:, None],
+        )
