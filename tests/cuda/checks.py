@@ -125,7 +125,7 @@ def processes(day: Day) -> Figures:
     with tempfile.TemporaryDirectory() as home:
         _extracted(home, "rows", LAYERS[0])
         words = (
-            f"--home {home} train --data rows --d-sae 64 --epochs 2 --dtype float64 --device {device} "
+            f"--home {home} train --data rows --act relu --d-sae 64 --epochs 2 --dtype float64 --device {device} "
             "--json"
         ).split()
         for name, launch in (
