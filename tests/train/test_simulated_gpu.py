@@ -237,15 +237,16 @@ CASES |= dict.fromkeys([(0, 5), (2, 7), (3, 0), (4, 5)], False)  # those that ar
 )
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
     options = act[1] | solver[1]
+    # Gram matrices of codes that are sparse by kind are added row by row on a CPU, on a device by dense products.
+    sums = solver[0] != "sgd" and {"solve", "d_sae"}.isdisjoint(solver[1])
+    rounding = 0.0
+    if sums and act[0] in ("topk", "abs-topk", "matching-pursuit"):
+        options["dtype"], rounding = "float64", 1e-12
     on_cpu, _ = trained("cpu", solver[0], act[0], options)
     with simulated_gpu.within(simulated_gpu.unordered) as unordered:
         on_gpu, kept = trained("gpu", solver[0], act[0], options)
     assert unordered == {}  # so that CUDA gives the same bits again
     resumed, _ = trained("gpu", solver[0], act[0], options, kept)
-    # Gram matrices of codes that are sparse by kind are added row by row on a CPU, on a device by dense products.
-    sums = solver[0] != "sgd" and {"solve", "d_sae"}.isdisjoint(solver[1])
-    by_act = {"topk": 5e-6, "abs-topk": 5e-6, "matching-pursuit": 1e-4}
-    rounding = by_act.get(act[0], 0.0) if sums else 0.0
     for name, tensor in on_cpu.tensors().items():
         assert on_gpu.tensors()[name].device.type == "gpu"
         there = on_gpu.tensors()[name].cpu()
