@@ -81,6 +81,17 @@ def but_first(y: Tensor, new: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def log_p_with(model: nn.Module, module: nn.Module, token_ids: Tensor, change: Tensor) -> Tensor:
+    """Log-probabilities after the last token, whose activations at a module are changed, (V,) float64."""
+
+    def add(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :-1], x[:, -1:] + change], 1)
+
+    with replaced(module, add):
+        return model(token_ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+
+@torch.no_grad()
 def effects_by_hooks(
     model: nn.Module,
     module: nn.Module,

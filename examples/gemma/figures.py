@@ -129,7 +129,7 @@ def wide_claims(runs: list[Run]) -> list[Claim]:
     tools = ratios(wide["default"], wide["fair"], "K = {:g}")
     return [
         Claim(
-            "PAM-SGD is behind SGD with TopK 320 and 640 of 4,096 latents",
+            f"PAM-SGD is behind SGD with 4,096 latents, TopK, {' and '.join(over)}",
             part_verdict([k for k, ratio in over.items() if ratio.mean > 1 + LEVEL], over),
             f"FVU over SGD's, on all rows: {listed(over)}. Of pam-sgd over sgd's, by the tool's defaults: "
             f"{listed(tools)}",

@@ -94,20 +94,18 @@ def chain(
 ) -> list[tuple[str, list[str]]]:
     """The commands to run, each after its purpose; `runs` are named by fraction of the rows and solver."""
     effect = ["--model", TINY_GEMMA2]
-    purposes = {
-        (1.0, "sgd"): "Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
-        (
-            1.0,
-            "pam-sgd",
-        ): "Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
-        (0.3, "sgd"): "Train the same two on three tenths of the rows: SGD,",
-        (0.1, "sgd"): "Train them on a tenth of the rows, as where data are few: SGD,",
-    }
+    purposes = (
+        "Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
+        "Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
+        "Train the same two on three tenths of the rows: SGD,",
+        "and PAM-SGD.",
+        "Train them on a tenth of the rows, as where data are few: SGD,",
+        "and PAM-SGD.",
+    )
     trainings = []
-    for (share, solver), name in runs.items():
+    for purpose, ((share, solver), name) in zip(purposes, runs.items(), strict=True):
         passes = ["--fraction", f"{share:g}", "--epochs", str(PASSES[share])]
         options = [*passes, "--act", "topk", "--k", "16", "--solver", solver]
-        purpose = purposes.get((share, solver), "and PAM-SGD.")
         trainings.append((purpose, ["train", "--data", store, *options, "--name", name]))
     frontier, sparsity, geometry = (
         str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")

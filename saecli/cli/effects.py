@@ -6,7 +6,7 @@ document, in nats. Floors have the same norm at the same token: random direction
 latents of similar frequency, the SAE's error, the wrong sign.
 
 A latent acts by itself if its effect is above all floors, at a false discovery rate of --fdr over latents. --plot
-draws the effect by dose.
+draws the first 12 by dose.
 
 Outcomes are kept in effects.json in the run's folder: latents in it, and those done when a command was stopped, are
 not measured again. Cost: about 3 seconds per latent of SmolLM2-135M on one core.

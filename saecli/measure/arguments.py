@@ -31,6 +31,19 @@ _SPLICED = (
     "ID@REVISION, folder or GGUF file"
 )
 
+Latents = int | Sequence[int] | None
+
+
+def latents_shown(words: str, default_words: str) -> Shown:
+    """`--latent`, which can be repeated."""
+    return Shown(
+        f"{words}, from 0; repeat for several.",
+        name="latent",
+        kind=NUMBERS,
+        default_words=default_words,
+    )
+
+
 Data = Annotated[
     RowsLike,
     Shown(

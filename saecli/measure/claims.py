@@ -1,6 +1,5 @@
 """The public functions that test claims on latents. As `functions.py`, it imports neither NumPy nor torch."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +12,11 @@ from ..base.home import Home
 from ..base.options import Count, Shown, checked
 from ..store.origin import last_layer, place_given
 from .arguments import (
-    NUMBERS,
     PATH,
     Data,
     Device,
     HomeLike,
+    Latents,
     Layer,
     Model,
     Module,
@@ -25,6 +24,7 @@ from .arguments import (
     SAELike,
     Site,
     Target,
+    latents_shown,
 )
 
 
@@ -127,13 +127,7 @@ def effects(
     *,
     target: Target = None,
     latents: Annotated[
-        int | Sequence[int] | None,
-        Shown(
-            "Try this latent, from 0; repeat for several.",
-            name="latent",
-            kind=NUMBERS,
-            default_words="--top-k of those that fire",
-        ),
+        Latents, latents_shown("Try this latent", "--top-k of those that fire")
     ] = None,
     top_k: Annotated[
         Count, Shown("Without --latent, try this number of latents, spread over frequency.")

@@ -15,12 +15,12 @@ from ..base.options import Count, NonNegative, Seed, Shown, checked
 from ..base.words import demand_text, flag_of, unknown_choice
 from ..store.origin import last_layer, place_given
 from .arguments import (
-    NUMBERS,
     PATH,
     Against,
     Data,
     Device,
     HomeLike,
+    Latents,
     Layer,
     Messages,
     Method,
@@ -36,6 +36,7 @@ from .arguments import (
     Target,
     Tokens,
     Why,
+    latents_shown,
 )
 
 JUDGE = "A language model as judge"
@@ -357,15 +358,7 @@ def explain(
     data: Data = None,
     *,
     target: Target = None,
-    latents: Annotated[
-        int | Sequence[int] | None,
-        Shown(
-            "Label this latent, from 0; repeat for several.",
-            name="latent",
-            kind=NUMBERS,
-            default_words="all that fire",
-        ),
-    ] = None,
+    latents: Annotated[Latents, latents_shown("Label this latent", "all that fire")] = None,
     count: Annotated[
         Count | None,
         Shown(

@@ -127,12 +127,16 @@ class Trials:
             )
         return spread_out(np.array(usable, int), top_k).tolist()
 
+    @cached_property
+    def _orders(self) -> tuple[Integers, Integers]:
+        """Of rows, (N,), and of documents: random, the same for all latents."""
+        draw = np.random.default_rng(SEED)
+        return draw.permutation(len(self.y)), draw.permutation(self.documents.max() + 1)
+
     def rows_of(self, latent: int, count: int) -> Integers:
         """In at most `count` documents, the same first for all latents, so that they share windows: a row where a
         latent fires, and one where it is silent, (2, n)."""
-        draw = np.random.default_rng(SEED)
-        shuffled = draw.permutation(len(self.y))
-        documents = draw.permutation(self.documents.max() + 1)
+        shuffled, documents = self._orders
         fires = self._codes(latent).numpy() != 0
         found = np.full((2, len(documents)), -1)
         for of_document, mask in zip(found, (fires, ~fires), strict=True):

@@ -11,19 +11,18 @@ from matplotlib.figure import Figure
 from rich.console import RenderableType
 
 from ..base.words import counted
+from ..measure.effects import ALIKE, NOTHING
+from ..measure.trials import SIGNS
 from ..store.origin import point_words
 from .measures import labelled
 from .style import colour, figure, legend_below, marker, short
 from .tables import JsonObject, table
 
-CHANGED = ("removed", "added")
+CHANGED = tuple(SIGNS)
 COMPARED_FLOORS = ("random", "other latent", "error")  # of those that KL compares
 PROMOTED_LISTED = 2  # tokens
 CURVES, ABREAST = 12, 4  # latents drawn at most, and in a row
-VERDICTS = {
-    "acts like any direction of its norm": "like any",
-    "does nothing measurable": "nothing",
-}  # in a table
+VERDICTS = {ALIKE: "like any", NOTHING: "nothing"}  # in a table
 
 
 def effects_tables(document: JsonObject, top: int, named: bool) -> list[RenderableType]:

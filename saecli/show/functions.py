@@ -1,6 +1,5 @@
 """The public function that writes pages, see `measure.functions`."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
@@ -11,16 +10,17 @@ from ..base.files import expanded
 from ..base.home import Home
 from ..base.options import Count, Shown, checked
 from ..measure.arguments import (
-    NUMBERS,
     Data,
     Device,
     HomeLike,
+    Latents,
     ModelOrNot,
     Out,
     Progress,
     SAELike,
     Split,
     Target,
+    latents_shown,
 )
 
 
@@ -32,15 +32,7 @@ def report(
     *,
     target: Target = None,
     split: Split = "all",
-    latents: Annotated[
-        int | Sequence[int] | None,
-        Shown(
-            "Latent that gets its own page, from 0; repeat for several.",
-            name="latent",
-            kind=NUMBERS,
-            default_words="all",
-        ),
-    ] = None,
+    latents: Annotated[Latents, latents_shown("Latent that gets its own page", "all")] = None,
     count: Annotated[
         Count | None,
         Shown(

@@ -254,7 +254,7 @@ def draw_errors(path: Path | None, errors: Mapping[str, Mapping[float, float]]) 
         axes.set(xlabel="fraction of the training rows", ylabel="held-out FVU")
         log_scale(axes, "x")
         axes.legend()
-        return drawn
+    return drawn
 
 
 def draw_probes(path: Path | None, document: JsonObject) -> Figure:

@@ -16,9 +16,7 @@ from .options import REVIVAL_ROWS, Revival
 from .rows import TrainingRows
 
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-WORSE = (
-    1.1  # largest squared error on the sample after several latents are re-aimed, over that before
-)
+WORSE = 1.1  # most squared error on the sample after several latents are re-aimed, over that before
 SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
 REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as missed least
 
@@ -35,7 +33,7 @@ def revive(solver: Descent, fired: Tensor, rows: float) -> None:
     rows: each at a row of its own, so with fewer rows than latents only the first.
 
     Many aimed at once can fire together, most of all on rows of large norm, and overshoot by orders of magnitude; the
-    gradient then silences other latents, which are re-aimed in turn. So they are halved until the error bears it.
+    gradient then silences other latents, which are re-aimed in turn. So half as many are, until the error bears it.
     """
     dead, task = ~fired, solver.task
     count = int(dead.sum())

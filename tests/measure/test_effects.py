@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, crosscoder_of, make_run, steerable, with_origin
-from plain_hooks import blocks, replaced
+from plain_hooks import blocks, log_p_with
 from scipy.stats import t as student
 from tiny_models import random_letters, save_model
 from torch import Tensor
@@ -161,17 +161,6 @@ def run(sae: CommandLine, home: Path) -> CommandLine:
     return sae
 
 
-@torch.no_grad()
-def log_p(model: Any, module: Any, token_ids: Tensor, change: Tensor) -> Tensor:
-    """After the last token, with a change of a module's output there, (V,) float64."""
-
-    def add(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :-1], x[:, -1:] + change], 1)
-
-    with replaced(module, add):
-        return model(token_ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
-
-
 def test_outcomes_are_those_of_hooks_on_the_stores_tokens(run: CommandLine, home: Path):
     document = run("effects run --latent 4 --latent 9 --documents 3 --json").json
     record = json.loads((run.home / "runs" / "run" / "effects.json").read_text())
@@ -187,8 +176,8 @@ def test_outcomes_are_those_of_hooks_on_the_stores_tokens(run: CommandLine, home
             window = trials.token_ids[trials.windows[row]][: trials.places[row] + 1]
             token_ids = torch.from_numpy(window)
             for found, vector in zip(kl[condition, :, -1], vectors[condition, :, -1], strict=True):
-                clean = log_p(model, block, token_ids, 0 * vector)
-                moved = log_p(model, block, token_ids, vector) - clean
+                clean = log_p_with(model, block, token_ids, 0 * vector)
+                moved = log_p_with(model, block, token_ids, vector) - clean
                 expected = float(-(clean.exp() * moved).sum())
                 assert found == pytest.approx(expected, rel=2e-3, abs=2e-6)
 
@@ -395,7 +384,7 @@ def test_what_is_changed_is_what_a_dictionary_writes(sae: CommandLine, tmp_path:
             window = trials.token_ids[trials.windows[row]][: trials.places[row] + 1]
             module = block if kind == "crosscoder" else block.mlp
             clean, changed = (
-                log_p(plain, module, torch.from_numpy(window), each)
+                log_p_with(plain, module, torch.from_numpy(window), each)
                 for each in (0 * vector, vector)
             )
             kls.append(float((clean.exp() * (clean - changed)).sum()))

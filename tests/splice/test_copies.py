@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_hooks import blocks, replaced
+from plain_hooks import blocks, log_p_with
 from tiny_models import VOCABULARY, WIDTH, loaded, save_model
-from torch import Tensor, nn
+from torch import Tensor
 
 import saecli
 from saecli.splice.copies import effects_at_copies, longest_window
@@ -20,19 +20,6 @@ AT = torch.tensor([1, 5, 5, 8, 3])
 
 def window(count: int = TOKENS) -> Tensor:
     return torch.randint(4, VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def by_hook(model: nn.Module, module: nn.Module, token_ids: Tensor, change: Tensor) -> Tensor:
-    """Log-probabilities after the last token, whose activations at a module are changed, (V,) float64."""
-
-    def add(x: Tensor) -> Tensor:
-        changed = x.clone()
-        changed[0, -1] += change
-        return changed
-
-    with replaced(module, add):
-        return model(token_ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
 
 
 @pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
@@ -52,8 +39,8 @@ def test_a_change_at_a_copy_is_a_change_at_the_last_token(tmp_path: Path, kind: 
     module = block if site == "resid_post" else getattr(block, after_mlp)
     for number, place in enumerate(at.tolist()):
         upto = token_ids[: place + 1]
-        clean = by_hook(model.model, module, upto, torch.zeros(WIDTH))
-        changed = by_hook(model.model, module, upto, changes[number])
+        clean = log_p_with(model.model, module, upto, torch.zeros(WIDTH))
+        changed = log_p_with(model.model, module, upto, changes[number])
         expected = (clean.exp() * (clean - changed)).sum()
         assert float(kl[number]) == pytest.approx(float(expected), rel=1e-3, abs=2e-6)
         moved = (changed - clean)[followed[number]].mean()
