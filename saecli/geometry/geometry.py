@@ -11,6 +11,7 @@ Shapes: N training rows, B rows measured, D = d_in, F = d_sae.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -241,9 +242,10 @@ def _rows_or_sample(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.flo
     if rows.rows <= most:
         yield from rows.sequential(size)
         return
-    for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-most // size)):
-        yield batch[:most]
-        most -= len(batch)
+    with closing(rows.batches(size, seed=SAMPLE_SEED, epoch=0)) as batches:
+        for batch in islice(batches, -(-most // size)):
+            yield batch[:most]
+            most -= len(batch)
 
 
 @torch.no_grad()

@@ -72,11 +72,12 @@ class RowSource(ABC):
     @abstractmethod
     def batches(
         self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
-    ) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D + E), without the `first` ones."""
+    ) -> Stream:
+        """One epoch of shuffled batches, (B, D + E), without the `first` ones; close a stream that is not read to its
+        end."""
 
     @abstractmethod
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Stream:
         """The rows in order, (B, D + E)."""
 
     def spread(self) -> Spread:
@@ -102,7 +103,7 @@ class StoredRows(RowSource):
         window_bytes: int | None = None,
         part: Part = WHOLE,
         first: int = 0,
-    ) -> Iterator[np.ndarray]:
+    ) -> Stream:
         """One epoch of shuffled batches, (B, D + E), read ahead by threads.
 
         Their order depends only on the first input's rows, seed, epoch, batch size and window. See `Deal`.
@@ -118,7 +119,7 @@ class StoredRows(RowSource):
         deal = Deal(self.inputs[0].source, batch_size, (seed, epoch), window_bytes)
         return _side_by_side([shuffled(rows.source, deal, part, first) for rows in self.all])
 
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Stream:
         """The rows in stored order, (B, D + E), read ahead by threads."""
         demand_at_least("batch_size", batch_size)
         return _side_by_side([in_order(rows.source, batch_size, part) for rows in self.all])
@@ -280,7 +281,7 @@ class JoinedRows(StoredRows):
         )
 
 
-def _side_by_side(streams: list[Stream]) -> Iterator[np.ndarray]:
+def _side_by_side(streams: list[Stream]) -> Stream:
     if len(streams) == 1:
         yield from streams[0]
         return

@@ -18,7 +18,7 @@ from ..extract.streaming import Streamed
 from ..extract.windows import BLOCK_TOKENS
 from ..store.opening import warn_of_massive
 from ..store.reader import RowSource
-from ..store.split import WHOLE, Part, Split
+from ..store.split import WHOLE, Part, Split, Stream
 from ..store.values import DTYPES, Norms, row_norms
 from .options import MEASURED_ROWS, TRAINED
 from .rows import ArrayRows
@@ -112,7 +112,7 @@ class LiveRows(RowSource):
 
     def batches(
         self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
-    ) -> Iterator[np.ndarray]:
+    ) -> Stream:
         """Shuffled batches, float32, a pure function of the rows, seed, epoch and batch size.
 
         Epoch 0 passes once over all rows, and can be restarted before the second window; others over those in memory.
@@ -126,14 +126,14 @@ class LiveRows(RowSource):
         for begin in range(0, len(order), batch_size):
             yield self._stored.decode_rows(self._memory[order[begin : begin + batch_size]])
 
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Stream:
         """The rows in memory, float32."""
         for begin in range(0, self.ready, batch_size):
             yield self._stored.decode_rows(
                 self._memory[begin : min(begin + batch_size, self.ready)]
             )
 
-    def _pass_once(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+    def _pass_once(self, batch_size: int, seed: int) -> Stream:
         """Rows that do not fill a batch at a window's end go with the next window."""
         carried = self._window[:0]
         while True:
@@ -176,9 +176,7 @@ class LiveRows(RowSource):
         self._rows_read += filled
         self._windows_read += 1
 
-    def _training_rows(
-        self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]
-    ) -> Iterator[np.ndarray]:
+    def _training_rows(self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> Stream:
         """The training rows of blocks; rows of the splits are kept until they are taken."""
         for rows, documents in blocks:
             train = np.ones(len(rows), bool)

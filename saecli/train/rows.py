@@ -5,6 +5,7 @@ N rows, n sampled, B in a batch, D = d_in, E the width of targets next to the ro
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -19,7 +20,7 @@ from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch, Normalisation
 from ..store.reader import RowSource
-from ..store.split import WHOLE, Part
+from ..store.split import WHOLE, Part, Stream
 from ..store.values import Spread
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
@@ -123,7 +124,7 @@ class ArrayRows(RowSource):
 
     def batches(
         self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
-    ) -> Iterator[np.ndarray]:
+    ) -> Stream:
         """Batches, (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
         for begin in range(first * batch_size, self.rows, batch_size):
@@ -132,7 +133,7 @@ class ArrayRows(RowSource):
             if stop > own:
                 yield self._with_targets(numbers[own:stop])
 
-    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Stream:
         first, stop = part.of(math.ceil(self.rows / batch_size))
         for block in range(first, stop):
             yield self._with_targets(slice(block * batch_size, (block + 1) * batch_size))
@@ -180,14 +181,15 @@ class TrainingRows:
             yield from self._sequential()
             return
         left, pending = count, []
-        for batch in self.in_epoch(number):
-            if not left:
-                return
-            pending.append(batch.first(left))
-            left -= pending[-1].size
-            if not left or sum(batch.size for batch in pending) >= BLOCK_ROWS:
-                yield Batch.joined(pending)
-                pending = []
+        with closing(self.in_epoch(number)) as batches:
+            for batch in batches:
+                if not left:
+                    return
+                pending.append(batch.first(left))
+                left -= pending[-1].size
+                if not left or sum(batch.size for batch in pending) >= BLOCK_ROWS:
+                    yield Batch.joined(pending)
+                    pending = []
         if pending:
             yield Batch.joined(pending)
 
@@ -198,9 +200,9 @@ class TrainingRows:
 
     def sample_of(self, stored: RowSource, count: int) -> Batch:
         """The first rows in shuffled order."""
-        batches = stored.batches(self.batch_size, seed=self.seed, epoch=0)
-        enough = islice(batches, math.ceil(count / self.batch_size))
-        rows = torch.cat([*self._normalised(enough)])
+        with closing(stored.batches(self.batch_size, seed=self.seed, epoch=0)) as batches:
+            enough = islice(batches, math.ceil(count / self.batch_size))
+            rows = torch.cat([*self._normalised(enough)])
         return Batch.of(rows[:count], self.d_in)
 
     @cached_property
@@ -231,22 +233,24 @@ class TrainingRows:
 
     def _in_all(
         self,
-        stored: Iterator[np.ndarray],
+        stored: Stream,
         batch_size: int,
         index: Callable[[int, int], Tensor | None],
         first: int = 0,
     ) -> Iterator[Batch]:
         """All processes' batches from `first` on, given this one's rows and, by number and size, `Batch.index`."""
-        own = self._normalised(stored)
-        if self.communicator.world_size == 1:
-            yield from (Batch.of(rows, self.d_in) for rows in own)
-            return
-        empty = self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
-        for number, begin in enumerate(range(first * batch_size, self.rows, batch_size), first):
-            size = min(batch_size, self.rows - begin)
-            numbers = index(number, size)
-            rows = next(own) if numbers is None or len(numbers) else empty
-            yield Batch.of(rows, self.d_in, size, numbers)
+        # Left to the garbage collector, which ignores exceptions, a stream would lose a Ctrl-C while its threads end.
+        with closing(stored):
+            own = self._normalised(stored)
+            if self.communicator.world_size == 1:
+                yield from (Batch.of(rows, self.d_in) for rows in own)
+                return
+            empty = self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
+            for number, begin in enumerate(range(first * batch_size, self.rows, batch_size), first):
+                size = min(batch_size, self.rows - begin)
+                numbers = index(number, size)
+                rows = next(own) if numbers is None or len(numbers) else empty
+                yield Batch.of(rows, self.d_in, size, numbers)
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean

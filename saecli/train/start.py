@@ -6,6 +6,7 @@ n rows, D = d_in, E = d_out, F = d_sae.
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -164,8 +165,10 @@ class Start:
         )
         aims = sparsity == "target-l0" and self._is_like(activation)
         if aims and isinstance(activation, LearnsThresholds) and activation.target_l0 is None:
-            batches = rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)
-            x = torch.from_numpy(next(batches))[:, : sae.d_in].to(sae.W_enc)
+            with closing(
+                rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)
+            ) as batches:
+                x = torch.from_numpy(next(batches))[:, : sae.d_in].to(sae.W_enc)
             l0 = sae.codes(x).count().item() / len(x)
             activation = replace(activation, target_l0=max(float(f"{l0:.3g}"), 1.0))
         return training, activation

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ from torch import Tensor
 import saecli
 from saecli.base.devices import multiplies_bf16
 from saecli.base.errors import TrainingError
+from saecli.base.processes import Communicator
 from saecli.sae.activations import TopK
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Normalisation
+from saecli.store.split import Stream
 from saecli.train import SOLVERS
 from saecli.train.fit import planned
 from saecli.train.plan import Plan
+from saecli.train.rows import ArrayRows, TrainingRows
 from saecli.train.runs import load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.start import Start, fingerprint
 from saecli.train.training import Progress, Record, start_training
@@ -113,6 +118,34 @@ def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
     start = Start("old", fingerprint(old), old) if given.pop("init", False) else None
     plan = planned(ROWS, solver, act, given, target=target, start=start)
     return replace(plan, training=replace(plan.training, checkpoint_every=2))
+
+
+class InterruptedAtItsEnd(ArrayRows):
+    """Ctrl-C comes while a stream is closed, which waits for its threads."""
+
+    def batches(self, *words: Any, **more: Any) -> Stream:
+        try:
+            yield from super().batches(*words, **more)
+        finally:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "consume",
+    [
+        lambda rows: deque(rows.in_epoch(0)),
+        lambda rows: deque(rows.some(100, 0)),
+        lambda rows: rows.sample_of(rows.stored, 100),
+    ],
+    ids=["epoch", "some", "sample"],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_at_the_end_of_a_stream_is_not_lost(consume: Callable[..., Any], processes: int):
+    stored, one = InterruptedAtItsEnd(some_rows(500)), torch.ones(1)
+    normalisation = Normalisation(0 * one, one, one, stored.d_in)
+    rows = TrainingRows(stored, normalisation, 64, 0, Communicator(0, processes))
+    with pytest.raises(KeyboardInterrupt):
+        consume(rows)
 
 
 @pytest.mark.slow
