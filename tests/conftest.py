@@ -79,7 +79,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
-    import saecli.show.effects
     import saecli.show.geometry
     import saecli.show.pictures
 
@@ -92,7 +91,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("pictures", "geometry", "effects"):
+    for name in ("pictures", "geometry"):
         monkeypatch.setattr(sys.modules[f"saecli.show.{name}"], "figure", keeping)
     return kept
 

@@ -134,7 +134,7 @@ def effects(
     ] = 100,
     documents: Annotated[
         Annotated[int, Ge(2)],
-        Shown("Try a latent in this number of held-out documents, if it fires in as many."),
+        Shown("Try a latent in this number of held-out documents."),
     ] = 16,
     fdr: Annotated[
         NonzeroFraction, Shown("Of latents said to act, let at most this fraction be false.")
@@ -157,18 +157,18 @@ def effects(
         layer, site, module: of a crosscoder, which of its hook points to change.
 
     Returns:
-        The hook point, `documents` and `fdr` as used; `effects`, the file in the run's folder that keeps outcomes, so
-        that the same latents are not measured again, None for an SAE without a folder. `latents`, each with `label`,
-        `frequency`, `code`, the mean where it fires, the number of `documents`, the `tokens` that its decoder
-        promotes, and `verdict`; and `removed` and `added`, with `kl`, `promoted`, the mean rise of the log-probability
-        of these tokens, `doses`, `floors`, each with its `kl`, the `ratio` to it and p, `elsewhere`, p, and q, the
-        false discovery rate at which it acts. See `measure/effects.py`.
+        latents: of each `label`, `frequency`, mean `code` where it fires, `tokens` that its decoder promotes, and
+            `verdict`, on `kl`; if `removed` and `added` its `kl`, `promoted`, the mean rise of these tokens'
+            log-probability, `doses`, the `ratio` of `kl` to each of `floors` and `elsewhere`, all with the ends of
+            intervals over documents, `_low` and `_high`; of both p, and q by Benjamini and Hochberg. See `effects.py`.
+        effects: the file in the run's folder whose latents are not measured again; None without a folder.
 
     Cost: 28 changed tokens for each latent and document, and the texts.
     """
     from ..model.choice import at_commit, model_given
     from ..model.saes import open_sae
     from ..splice.placement import model_of
+    from ..train.start import fingerprint
     from .effects import EFFECTS, effects_lines, measured_outcomes
     from .explain import own_folder
     from .labels import shown_labels
@@ -185,13 +185,13 @@ def effects(
     source = model_of([changed], given, listener)
     run = ChosenRows(at, data, "test", device, listener, target).with_opened(*opened)
     trials = Trials.of(run, changed.written, source, listener)
-    tried = trials.chosen(top_k) if chosen is None else chosen
+    tried = trials.chosen(top_k, documents) if chosen is None else chosen
     folder = own_folder(at, sae, subject)
     path = folder and folder / EFFECTS
-    outcomes = measured_outcomes(trials, tried, documents, path, listener)
-    lines = effects_lines(outcomes, fdr)
+    used = (source.spec, changed.written, run.stores.hash, fingerprint(saved.sae), documents)
+    outcomes = measured_outcomes(trials, tried, documents, " ".join(map(str, used)), path, listener)
     labels = shown_labels(subject.folder, saved.sae.d_sae)
-    heading = {
+    return {
         "run": subject.name,
         "data": run.rows.name,
         "model": source.name,
@@ -199,7 +199,5 @@ def effects(
         "effects": path and str(path),
         "documents": documents,
         "fdr": fdr,
+        "latents": effects_lines(trials, tried, outcomes, labels, fdr),
     }
-    described = zip(lines, trials.described(tried), strict=True)
-    latents_found = [{"label": labels.get(line["latent"]), **of, **line} for line, of in described]
-    return heading | {"latents": latents_found}

@@ -12,13 +12,13 @@ The reconstruction error stays. Floors are other changes of the norm of dose 1 a
     error           what the SAE does not reconstruct of that token
     wrong sign      the same change, times -1
 
-Shapes: N held-out rows, n documents of a latent, C changes, E the width at the hook point, P tokens promoted.
+Shapes: N held-out rows, L latents, n documents of each, C changes, E the width at the hook point, P tokens promoted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -28,16 +28,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..base.console import Listener
-from ..base.errors import ConfigError
 from ..model.choice import check_rows, unlike
 from ..model.language_model import LanguageModel
 from ..model.source import ModelSource
-from ..model.tokenizer import TokenTexts
 from ..model.unembedding import Unembedding
 from ..splice.copies import effects_at_copies, longest_window
 from ..splice.passes import Passes
 from ..store.origin import HookPoint
-from ..train.start import fingerprint
 from .excerpts import some_rows
 from .measured import Measured, codes_of, spread_out
 from .two_samples import Values
@@ -48,7 +45,6 @@ DRAWN = {"random": slice(4, 8), "other latent": slice(8, 12)}  # changes in seve
 FLOORS = DRAWN | {"error": slice(12, 13), "wrong sign": slice(13, 14)}
 DIRECTIONS, CHANGES = 4, 14
 ROWS, COVARIANCE_ROWS, CONTEXT = 1 << 15, 1 << 12, 128  # rows read, sampled; tokens of a window
-FEWEST = 8  # documents of a latent that is not named
 PROMOTED = 10  # tokens
 SEED = 0
 
@@ -69,7 +65,6 @@ class Trials:
     windows: Integers  # (N,), from 0
     places: Integers  # in the window, (N,)
     token_ids: list[Integers]  # of each window
-    settings: str  # what outcomes depend on
 
     @classmethod
     @torch.no_grad()
@@ -101,7 +96,6 @@ class Trials:
             numbers[kept],
             places[kept],
             [window.token_ids for window in windows],
-            f"{source.spec}, {point}, {run.stores.hash}, {len(kept)} rows, SAE {fingerprint(sae)}",
         )
 
     @cached_property
@@ -116,15 +110,10 @@ class Trials:
         """The mean where it fires."""
         return float(self._codes(latent).sum() / (self.frequency[latent] * len(self.y)))
 
-    def chosen(self, top_k: int) -> list[int]:
-        """`top_k` of the latents with `FEWEST` documents or more, spread over frequency."""
-        order = np.argsort(self.frequency, kind="stable")
-        usable = [latent for latent in order if self.rows_of(latent, FEWEST).shape[1] == FEWEST]
-        if not usable:
-            raise ConfigError(
-                f"no latent can be tried: expected one that fires in {FEWEST} held-out documents, got none; "
-                "name a store of more documents with --data"
-            )
+    def chosen(self, top_k: int, documents: int) -> list[int]:
+        """`top_k` of the latents that can be tried in this number of documents, spread over frequency."""
+        order = np.argsort(self.frequency, kind="stable").tolist()
+        usable = [each for each in order if self.rows_of(each, documents).shape[1] == documents]
         return spread_out(np.array(usable, int), top_k).tolist()
 
     @cached_property
@@ -172,48 +161,23 @@ class Trials:
         lens = Unembedding(self.passes.model)
         return lens.output_tokens(self.decoder[[*latents]], PROMOTED, lambda _: None).promoted
 
-    def described(self, latents: Sequence[int]) -> list[dict[str, Any]]:
-        """Of each latent its frequency, its mean code where it fires, and the tokens it promotes."""
-        texts = TokenTexts(self.passes.model.tokenizer)
-        promoted = self.promoted(latents).tolist()
-        return [
-            {
-                "frequency": float(self.frequency[latent]),
-                "code": self.code(latent),
-                "tokens": [texts[token] for token in tokens],
-            }
-            for latent, tokens in zip(latents, promoted, strict=True)
-        ]
-
     def outcomes(
-        self, rows: Mapping[int, Integers], show: Callable[[int], object]
-    ) -> dict[int, Values]:
-        """KL of changes at rows of `rows_of`, by latent, and the rise of the mean log-probability of `promoted` tokens,
-        (2, 2, C, n); `show` takes the number of changes done."""
-        vectors = {latent: self.changes(latent, at) for latent, at in rows.items()}
-        shapes = [each.shape[:3] for each in vectors.values()]
-        sizes = [shape.numel() for shape in shapes]
-        at = zip(rows.values(), shapes, strict=True)
-        at_rows = np.concatenate(
-            [np.broadcast_to(each[:, None], shape).ravel() for each, shape in at]
-        )
-        followed = self.promoted([*rows]).repeat_interleave(torch.tensor(sizes), 0)
-        flat = torch.cat([each.flatten(0, 2) for each in vectors.values()])
-        values, done = np.empty((2, len(flat))), 0
+        self, latents: Sequence[int], rows: Integers, advance: Callable[[int], object]
+    ) -> Values:
+        """KL of changes at rows of `rows_of`, (L, 2, n), and the rise of the mean log-probability of `promoted` tokens,
+        (2, L, 2, C, n); `advance` takes the number of changes of each pass."""
+        each = zip(latents, rows, strict=True)
+        vectors = torch.stack([self.changes(latent, at) for latent, at in each])
+        shape = vectors.shape[:4]
+        vectors = vectors.flatten(0, 3)
+        followed = self.promoted(latents).repeat_interleave(shape[1:].numel(), 0)
+        at_rows = np.broadcast_to(rows[:, :, None], shape).ravel()
+        values = np.empty((2, len(vectors)))
         for window in np.unique(self.windows[at_rows]):
             chosen = np.flatnonzero(self.windows[at_rows] == window)
-            places = self.places[at_rows[chosen]]
+            places = torch.from_numpy(self.places[at_rows[chosen]])
             token_ids = torch.from_numpy(self.token_ids[window][: places.max() + 1])
-            values[:, chosen] = effects_at_copies(
-                self.passes,
-                self.point,
-                token_ids,
-                torch.from_numpy(places),
-                flat[chosen],
-                followed[chosen],
-            )
-            done += len(chosen)
-            show(done)
-        parts = np.split(values, np.cumsum(sizes)[:-1], axis=1)
-        shaped = zip(rows, parts, shapes, strict=True)
-        return {latent: part.reshape(2, *shape) for latent, part, shape in shaped}
+            changes = token_ids, places, vectors[chosen], followed[chosen]
+            values[:, chosen] = effects_at_copies(self.passes, self.point, *changes)
+            advance(len(chosen))
+        return values.reshape(2, *shape)

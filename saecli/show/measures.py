@@ -1,6 +1,7 @@
 """Tables of the documents that measure returns."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,6 +37,7 @@ SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows
 REFITTED = ("fvu", "metric_fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
 PICTURED_ROWS = 200  # whose codes `sae sparsity --plot` draws
 LATENTS_LISTED = 12
+CHANGED = ("removed", "added")  # latents, by `sae effects`
 SETS_LISTED = 20
 MATCH_WORDS = {"decoder": "|cosine| of decoder vectors", "codes": "correlation of codes"}
 
@@ -322,6 +324,39 @@ def _effect_words(line: JsonObject) -> list[str]:
 def _nearest_words(nearest: JsonObject, place: int) -> str:
     latent, similarity, auc = (nearest[name][place] for name in ("latents", "similarity", "auc"))
     return f"{latent}, {similarity:.2f}: {auc:.2f}"
+
+
+def effects_tables(document: JsonObject, top: int) -> list[RenderableType]:
+    """The `top` latents by p, removed and added; how many act."""
+    latents = sorted(document["latents"], key=lambda line: min(line[name]["p"] for name in CHANGED))
+    rows = []
+    for line in latents[:top]:
+        for name in CHANGED:
+            measures = line[name]
+            over = [*measures["floors"].values(), measures["elsewhere"]]
+            ratios = [
+                "{ratio:.2f} [{ratio_low:.2f},{ratio_high:.2f}]".format(**each) for each in over
+            ]
+            latent = labelled(line["latent"], line["label"])
+            verdict = line["verdict"].partition(" of its norm")[0]
+            tested = [f"{measures['q']:.4f}", verdict]
+            promoted = [f"{measures['promoted']:+.3f}", f"{measures['promoted_q']:.4f}"]
+            rows.append([f"{latent}, {name}", measures["kl"], *ratios, *tested, *promoted])
+    layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
+    title = (
+        f"latents of {document['run']} removed where they fire and added where they are silent, in "
+        f"{document['model']}, {point_words(layer, site)}: KL of the next token in nats, over that of changes of its "
+        "norm; promoted: rise of the log-probability of the decoder's tokens"
+    )
+    floors = [f"over {name}" for name in (*latents[0][CHANGED[0]]["floors"], "elsewhere")]
+    counts = Counter(line["verdict"] for line in latents)
+    verdicts = "; ".join(f"{count:,} {verdict}" for verdict, count in counts.most_common())
+    note = (
+        f"of {counted(len(latents), 'latent')}, at a false discovery rate of {document['fdr']:g}: "
+        f"{verdicts}"
+    )
+    heads = ["change", "KL", *floors, "q", "verdict", "promoted", "its q"]
+    return [table(title, heads, rows), note]
 
 
 def controls_table(document: JsonObject) -> RenderableType:

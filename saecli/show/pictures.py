@@ -35,6 +35,7 @@ from .tables import JsonObject
 
 PICTURE_BINS = 40
 NAMED_LATENTS = 10  # of a contrast
+DOSE_CURVES, DOSE_COLUMNS = 12, 4  # latents at most, and in a row
 FREQUENCY_GROUPS = 10  # of latents of like frequency
 NAMED = 40  # characters of a run's name in a file name, since a whole path may be too long
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
@@ -347,6 +348,38 @@ def draw_contrast(path: Path | None, document: JsonObject) -> Figure:
         axes.set(xlabel=f"AUC ({sides})", ylabel="p", xlim=(-0.03, 1.03), yscale="log")
         axes.invert_yaxis()
         labels = ["labels shuffled", f"q above {level:g}", f"q up to {level:g}"]
+        legend_below(drawn, handles, labels)
+    return drawn
+
+
+def draw_doses(path: Path | None, document: JsonObject) -> Figure:
+    """Draw the effect of adding each of the first latents by dose, and of other changes of the norm of dose 1."""
+    latents = document["latents"][:DOSE_CURVES]
+    columns = min(len(latents), DOSE_COLUMNS)
+    rows = -(-len(latents) // columns)
+    with figure(path, 2.4 * columns + 1, 2.4 * rows + 0.4) as drawn:
+        every_axes = drawn.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+        for axes in every_axes.flat[len(latents) :]:
+            axes.set_visible(False)
+        for axes, line in zip(every_axes.flat, latents, strict=False):
+            added = line["added"]
+            doses = [each["dose"] for each in added["doses"]]
+            low, kl, high = (
+                np.array([each[name] for each in added["doses"]])
+                for name in ("kl_low", "kl", "kl_high")
+            )
+            axes.errorbar(doses, kl, [kl - low, high - kl], color=colour(0), marker="o")
+            handles, labels = [Line2D([], [], color=colour(0), marker="o")], ["latent"]
+            for number, (name, floor) in enumerate(added["floors"].items(), 1):
+                beside = 1.08**number  # so that they do not hide each other
+                style = {"color": colour(number), "marker": marker(number), "linestyle": "none"}
+                handles += axes.plot(beside, floor["kl"], **style)
+                labels.append(name)
+            axes.set(xscale="log", yscale="log", xlabel="dose, mean codes")
+            axes.set_title(short(labelled(line["latent"], line["label"])))
+            axes.set_xticks(doses, [f"{dose:g}" for dose in doses])
+            axes.xaxis.set_minor_locator(NullLocator())
+        drawn.supylabel("KL of the next token, nats", fontsize=10)
         legend_below(drawn, handles, labels)
     return drawn
 

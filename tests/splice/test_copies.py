@@ -7,19 +7,14 @@ import pytest
 import torch
 from plain_hooks import blocks, log_p_with
 from tiny_models import VOCABULARY, WIDTH, loaded, save_model
-from torch import Tensor
 
 import saecli
 from saecli.splice.copies import effects_at_copies, longest_window
 from saecli.splice.passes import Passes
 from saecli.store.origin import HookPoint
 
-TOKENS = 9
+TOKENS = torch.randint(4, VOCABULARY, (9,), generator=torch.Generator().manual_seed(0))
 AT = torch.tensor([1, 5, 5, 8, 3])
-
-
-def window(count: int = TOKENS) -> Tensor:
-    return torch.randint(4, VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("site", ["resid_post", "mlp_out"])
@@ -27,7 +22,7 @@ def window(count: int = TOKENS) -> Tensor:
 def test_a_change_at_a_copy_is_a_change_at_the_last_token(tmp_path: Path, kind: str, site: str):
     model = loaded(save_model(tmp_path / kind, kind), head=True)
     passes, point = Passes(model), HookPoint(1, site)
-    token_ids = window(longest_window(passes, TOKENS))
+    token_ids = TOKENS[: longest_window(passes, len(TOKENS))]
     at = AT.clamp(max=len(token_ids) - 1)
     draw = torch.Generator().manual_seed(1)
     changes = torch.randn(len(at), WIDTH, generator=draw)
@@ -38,29 +33,24 @@ def test_a_change_at_a_copy_is_a_change_at_the_last_token(tmp_path: Path, kind: 
     after_mlp = "post_feedforward_layernorm" if kind == "gemma2" else "mlp"
     module = block if site == "resid_post" else getattr(block, after_mlp)
     for number, place in enumerate(at.tolist()):
-        upto = token_ids[: place + 1]
-        clean = log_p_with(model.model, module, upto, torch.zeros(WIDTH))
-        changed = log_p_with(model.model, module, upto, changes[number])
+        clean, changed = (
+            log_p_with(model.model, module, token_ids[: place + 1], change)
+            for change in (torch.zeros(WIDTH), changes[number])
+        )
         expected = (clean.exp() * (clean - changed)).sum()
         assert float(kl[number]) == pytest.approx(float(expected), rel=1e-3, abs=2e-6)
         moved = (changed - clean)[followed[number]].mean()
         assert float(rise[number]) == pytest.approx(float(moved), rel=1e-3, abs=1e-5)
     assert kl[0] > 0.01 and abs(kl[2]) < 1e-6
-    nothing = effects_at_copies(passes, point, token_ids, at, changes, followed[:, :0])
-    assert torch.equal(nothing[0], kl) and not nothing[1].any()
+    alone = effects_at_copies(passes, point, token_ids, at, changes, followed[:, :0])
+    assert torch.equal(alone[0], kl) and not alone[1].any()
 
 
 def test_windows_that_a_mask_of_copies_does_not_fit_are_refused(tmp_path: Path):
     passes = Passes(loaded(save_model(tmp_path / "gemma2", "gemma2"), head=True))
     sliding = passes.model.source.config.sliding_window
-    assert longest_window(passes, TOKENS) == sliding < TOKENS
+    assert longest_window(passes, len(TOKENS)) == sliding < len(TOKENS)
     assert longest_window(passes, 2) == 2
+    nothing = torch.zeros(1, WIDTH), torch.zeros(1, 0, dtype=torch.int64)
     with pytest.raises(saecli.SaeError, match="cannot be changed at single tokens"):
-        effects_at_copies(
-            passes,
-            HookPoint(1, "resid_post"),
-            window(),
-            AT,
-            torch.zeros(len(AT), WIDTH),
-            AT[:, None],
-        )
+        effects_at_copies(passes, HookPoint(1, "resid_post"), TOKENS, AT[:1], *nothing)
