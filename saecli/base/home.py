@@ -1,4 +1,4 @@
-"""The home folder: `activations/NAME/` holds stores, `runs/NAME/` holds trained SAEs."""
+"""The home folder: `activations/NAME/` holds stores, `runs/NAME/` trained SAEs. The package brings some."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from .words import did_you_mean
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
+ASSETS = Path(__file__).parents[1] / "assets"  # laid out as a home, and never written
+TINY_GEMMA2 = "tiny-gemma2"  # a bundled model, and a bundled run on it
 # Advice on a marker that cannot be read.
 UNREADABLE = "restore it, or remove the folder to go on without it"
 NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
@@ -46,7 +48,10 @@ def natural_order(name: str) -> list[int | str]:
 
 @dataclass(frozen=True)
 class Shelf:
-    """The stores or the runs of a home: folders, each with a JSON file `marker`, see `Marker`."""
+    """The stores or the runs of a home: folders, each with a JSON file `marker`, see `Marker`.
+
+    A name that is not here may be a bundled entry's, which is neither listed nor the newest.
+    """
 
     path: Path
     noun: str  # of an entry in messages
@@ -55,10 +60,14 @@ class Shelf:
     remedy: str
 
     def __contains__(self, name: str | None) -> bool:
-        """Cost: one `stat`, whatever the number of entries."""
+        return self._folder(name) is not None
+
+    def _folder(self, name: str | None) -> Path | None:
+        """Of an entry here, else of a bundled one. Cost: at most two `stat`, whatever the number of entries."""
         if not name or name.startswith(".") or "/" in name:
-            return False
-        return os.path.isfile(self.path / name / self.marker)
+            return None
+        folders = (self.path / name, ASSETS / self.path.name / name)
+        return next((each for each in folders if os.path.isfile(each / self.marker)), None)
 
     def names(self) -> list[str]:
         return sorted(path.parent.name for path in self.marker_files())
@@ -86,16 +95,22 @@ class Shelf:
 
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest complete one, else of the newest."""
-        if name is not None and name not in self:
-            raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
-        markers = {name: self._marker(self.path / name / self.marker)} if name else self.markers()
+        folder = self._newest() if name is None else self._folder(name)
+        if folder is None:
+            raise self.error(
+                f"there is no {self.noun} named {name!r}; {self.instead_of(str(name))}"
+            )
+        marker = self._marker(folder / self.marker)
+        if isinstance(marker, SaeError):
+            raise marker
+        return folder
+
+    def _newest(self) -> Path:
+        markers = self.markers()
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
         complete = [key for key in markers if getattr(markers[key], "complete", False)]
-        chosen = [*complete, *markers][0]
-        if isinstance(error := markers[chosen], SaeError):
-            raise error
-        return self.path / chosen
+        return self.path / [*complete, *markers][0]
 
     def matching(self, words: Sequence[str]) -> list[str]:
         """The words, each once, with the names that match instead of a shell-style pattern, layer 2 before layer 10."""
@@ -141,4 +156,10 @@ class Home:
 
     @property
     def runs(self) -> Shelf:
-        return Shelf(self.path / "runs", "run", RUN_MARKER, RunError, "make one with `sae train`")
+        return Shelf(
+            self.path / "runs",
+            "run",
+            RUN_MARKER,
+            RunError,
+            f"make one with `sae train`, or try the bundled one: {TINY_GEMMA2}",
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..base.files import demand_place, expanded
-from ..base.home import Home
+from ..base.home import ASSETS, Home
 from ..model.language_model import load_tokenizer
 from ..model.source import find_model
 from ..model.tokenizer import TokenTexts
@@ -117,10 +117,12 @@ def _judged(
 
 
 def own_folder(home: Home, sae: SAELike, subject: Subject) -> Path | None:
-    """The folder in which files on an SAE are kept; None for one in memory or on the hub."""
+    """The folder in which files on an SAE are kept; None for one in memory, on the hub or bundled."""
     own = sae is None or str(sae) in home.runs or Path(str(sae)).expanduser().is_dir()
     folder = subject.folder
-    return folder if own and folder is not None and folder.is_dir() else None
+    if not own or folder is None or not folder.is_dir() or folder.is_relative_to(ASSETS):
+        return None
+    return folder
 
 
 def file_of_labels(
