@@ -156,9 +156,7 @@ def run(environment: dict[str, str], *words: str) -> dict:
 
 
 @pytest.mark.slow
-def test_an_activation_a_solver_a_dictionary_a_format_and_a_command_are_a_file_and_a_line_each(
-    tmp_path: Path,
-):
+def test_an_activation_solver_dictionary_format_and_command_are_a_file_and_a_line_each(tmp_path):
     environment = added(tmp_path)
     run(environment, "import", "digits", "--name", "digits")
     quick = ("--d-sae", "96", "--epochs", "6")

@@ -268,9 +268,7 @@ def test_descent_and_closed_form_each_lower_the_error_of_training_rows(trained: 
 
 
 @pytest.mark.slow
-def test_the_script_of_descent_begins_at_the_decoders_in_closed_form(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_script_of_descent_begins_at_the_decoders_in_closed_form(trained, monkeypatch, capsys):
     make_set(trained, "relu", Relu())
     layers = LayerSet.of(Home.at(trained), ["relu-*"], Silent())
     begun = on_held_out_rows(layers, solve(moments_of(layers, Silent()), 1.0))

@@ -19,9 +19,7 @@ NORMALISE = EXAMPLES / "mnist" / "normalise.py"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_script_is_imported_and_answers_help(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_script_is_imported_and_answers_help(script, monkeypatch, capfd):
     text = script.read_text()
     if any(re.search(rf"^(from|import) {package}", text, re.MULTILINE) for package in FOREIGN):
         done = captured([sys.executable, script, "--help"], env=HERE)

@@ -1,6 +1,5 @@
 """What decides a result is a warning in Python, where notes are not shown; commands print each as a line."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,9 +74,7 @@ def other_model(home: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_python_warns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None], said: str
-) -> None:
+def test_python_warns(tmp_path, monkeypatch, act, said):
     monkeypatch.setenv("SAE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match=said):
         act(tmp_path)

@@ -119,9 +119,7 @@ def try_each_edit(
         ("circuit-tracer", "config.yaml", True),
     ],
 )
-def test_another_librarys_configuration_changed_is_read_or_refused(
-    tmp_path: Path, format: str, config: str, transcodes: bool
-):
+def test_a_changed_configuration_is_read_or_refused(tmp_path, format, config, transcodes):
     saved = sae_for(format, "relu-topk", "jumprelu")
     saved = with_origin(saved.sae, MLP) if transcodes else saved
     assert not FORMATS[format].lacks(saved)
@@ -151,9 +149,7 @@ def test_a_native_header_with_an_entry_changed_is_read_or_refused(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["list", "eval", "report"])
-def test_a_run_json_with_any_entry_changed_is_read_or_refused(
-    sae: CommandLine, tmp_path: Path, command: str
-):
+def test_a_run_json_with_any_entry_changed_is_read_or_refused(sae, tmp_path, command):
     make_store(sae.home, "rows", some_rows(40))
     path = make_run(sae.home, "run", random_sae()) / "run.json"
     words = [command] if command == "list" else [command, "run"]
@@ -209,9 +205,7 @@ def test_a_run_to_resume_with_a_setting_changed_is_no_bug(sae: CommandLine, ever
         lambda tensors: tensors.update({"normalisation.mean": torch.zeros(1)}),
     ],
 )
-def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(
-    sae: CommandLine, change: Callable
-):
+def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(sae, change):
     path = unfinished_run(sae) / "checkpoint.safetensors"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:

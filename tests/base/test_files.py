@@ -86,9 +86,7 @@ def test_locking_a_folder_removes_what_a_killed_owner_left_and_nothing_of_others
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOTSUP])
-def test_a_file_system_that_flushes_no_folders_takes_files_and_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-):
+def test_no_folder_needs_to_be_flushed_for_files_and_folders(tmp_path, monkeypatch, number):
     fsync = os.fsync
 
     def of_files(descriptor: int) -> None:

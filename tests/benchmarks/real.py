@@ -97,12 +97,7 @@ def ours(
 
 
 def by_saelens(
-    python: Path,
-    rows: ActivationStore,
-    cases: list[str],
-    rates: list[str],
-    steps: int,
-    seed: int,
+    python: Path, rows: ActivationStore, cases: list[str], rates: list[str], steps: int, seed: int
 ) -> Iterator[tuple[Line, SAE]]:
     for case in cases:
         for rate in rates:

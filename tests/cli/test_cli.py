@@ -187,10 +187,7 @@ def test_bash_completes_with_the_script_it_is_given(tmp_path: Path):
     script = tmp_path / "sae"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -m saecli "$@"\n')
     script.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     program = (
         'eval "$(sae --show-completion bash)"\ncomplete -p sae\nCOMP_WORDS=(sae e)\nCOMP_CWORD=1\n'
         '_sae_completion sae\nprintf "%s\\n" "${COMPREPLY[@]}"'

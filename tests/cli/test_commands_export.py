@@ -78,9 +78,7 @@ def test_other_formats_are_refused_by_name(sae: CommandLine, tmp_path: Path):
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_what_a_format_lacks_is_refused_by_name_with_what_to_do(
-    sae: CommandLine, tmp_path: Path, name: str, activation: Activation, advice: str
-):
+def test_what_a_format_lacks_is_refused_by_name(sae, tmp_path, name, activation, advice):
     make_run(sae.home, "run", random_sae(activation))
     sae("export", "run", "--to", name, "--out", tmp_path / "out").fails(
         1, f"{name} cannot express the activation {activation.name}", advice

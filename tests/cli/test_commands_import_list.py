@@ -149,9 +149,7 @@ def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
         pytest.param("extract", 500, "00002.h5", marks=pytest.mark.long),
     ],
 )
-def test_a_stopped_command_says_what_is_saved_and_goes_on_from_there(
-    sae: CommandLine, tmp_path: Path, command: str, shard_rows: int, written: str
-):
+def test_a_stopped_command_says_what_is_saved(sae, tmp_path, command, shard_rows, written):
     source = ["--model", "tiny-gemma2", "--rows", "5000", "--name", "s"]
     if command == "import":
         source = [tmp_path / "s.npy"]

@@ -122,9 +122,7 @@ def test_status_and_one_sentence(sae: CommandLine, folder: Path, line: str, stat
 
 
 @pytest.mark.parametrize(("text", "words", "said"), CONFIGS, ids=lambda value: str(value)[:30])
-def test_what_is_wrong_in_a_config_is_told_with_its_name(
-    sae: CommandLine, folder: Path, tmp_path: Path, text: str, words: str, said: str
-):
+def test_what_is_wrong_in_a_config_is_told_with_its_name(sae, folder, tmp_path, text, words, said):
     config = tmp_path / "run.toml"
     config.write_text(text)
     done = refused(sae, folder, "train", "--config", config, *words.split())

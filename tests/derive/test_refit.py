@@ -191,9 +191,7 @@ def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
     assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES
 
 
-def test_a_run_on_a_fraction_is_refitted_on_all_its_training_rows_by_command_and_from_python(
-    sae: CommandLine, capsys
-):
+def test_a_run_on_a_fraction_is_refitted_on_all_its_training_rows(sae: CommandLine, capsys):
     rows = make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae(), split_seed=3, fraction=0.2)
     document = sae("refit", "run", "--json").json
@@ -238,9 +236,7 @@ def test_decoder_that_is_worse_on_rows_held_out_is_not_saved(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transcodes", [False, True])
-def test_on_the_rows_of_its_own_training_the_target_is_not_the_decoder_fitted_to_them(
-    sae: CommandLine, transcodes: bool
-):
+def test_on_its_training_rows_the_target_is_not_the_decoder_fitted_to_them(sae, transcodes):
     """An overfitted decoder: leave-one-out would keep it, since it knows each row that is left out."""
     x = some_rows(250, 24)
     make_store(sae.home, "rows", x)

@@ -104,12 +104,7 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
         ] == token_ids
 
 
-@given(
-    texts=TEXTS,
-    context=st.integers(2, 12),
-    packed=st.booleans(),
-    bos=st.booleans(),
-)
+@given(texts=TEXTS, context=st.integers(2, 12), packed=st.booleans(), bos=st.booleans())
 def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, context, packed, bos):
     def cutter() -> Cutter:
         return Cutter(tokenizers[bos], context, packed=packed)

@@ -124,10 +124,7 @@ def test_txt_documents_match_a_split_of_the_whole_content(tmp_path_factory, line
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [
-        ("one\r\ntwo\r\n \t\r\nthree", ["one\ntwo", "three"]),
-        ("\ufeffone", ["one"]),
-    ],
+    [("one\r\ntwo\r\n \t\r\nthree", ["one\ntwo", "three"]), ("\ufeffone", ["one"])],
 )
 def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, expected):
     assert [text for _, text in documents(write(tmp_path / "a.txt", content))] == expected

@@ -44,9 +44,7 @@ def fvus(said: str, k: int) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name not in HELPERS)
 )
-def test_script_runs_and_draws(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(name, tmp_path / "x.svg", *QUICK.get(name, []))
     said = capsys.readouterr().out
     assert f"drew {tmp_path / 'x.svg'}" in said
@@ -64,9 +62,7 @@ def test_script_runs_and_draws(
 
 
 @pytest.mark.long
-def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(tmp_path, capsys):
     run("bridge.py", tmp_path / "x.png")
     said = capsys.readouterr().out
     for k in (1, 3):
@@ -75,9 +71,7 @@ def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(
 
 
 @pytest.mark.parametrize(("d", "k"), [(4, 2), (5, 3), (6, 1)])
-def test_sites_are_recovered_from_their_kth_order_diagram(
-    d: int, k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_are_recovered_from_their_kth_order_diagram(d, k, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from diagrams import sites_of
     from recovery import recover

@@ -92,9 +92,7 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
         (ReluTopK(400), "plain"),
     ],
 )
-def test_margins_of_many_latents_equal_the_nearest_of_all_walls(
-    activation: Activation, shape: str
-) -> None:
+def test_margins_of_many_latents_equal_the_nearest_of_all_walls(activation: Activation, shape: str):
     case = case_of(activation, 32, 600, shape=shape)
     cells = cells_of(case.sae)
     margins = cells.margins(cells.pre_activations(case.rows)).numpy()
@@ -221,9 +219,7 @@ def test_thresholded_activations_have_no_power_diagram(activation: Relu) -> None
 
 
 @given(st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 20), st.integers(1, 90))
-def test_streamed_counts_equal_a_set_over_all_rows(
-    seed: int, rows: int, F: int, batch: int
-) -> None:
+def test_streamed_counts_equal_a_set_over_all_rows(seed: int, rows: int, F: int, batch: int):
     supports = np.random.default_rng(seed).random((rows, F)) < 0.15
     census = Census()
     for part in torch.from_numpy(supports).split(batch):
@@ -245,9 +241,7 @@ def test_streamed_counts_equal_a_set_over_all_rows(
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(500, 500), (3000, 700)])
-def test_the_sample_of_a_stream_is_uniform_in_order_and_whole_if_it_fits(
-    rows: int, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sample_of_a_stream_is_uniform_in_order_and_whole_if_it_fits(rows, kept, monkeypatch):
     monkeypatch.setattr(geometry, "SAMPLE_BYTES", 4 * 4 * 700)
     case = case_of(TopK(3), 4, 20, rows)
     x = case.rows.float()

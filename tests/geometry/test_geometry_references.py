@@ -10,12 +10,7 @@ from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 
 from saecli.geometry import references
-from saecli.geometry.references import (
-    LocalPCA,
-    kmeans,
-    measure_references,
-    nearest,
-)
+from saecli.geometry.references import LocalPCA, kmeans, measure_references, nearest
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
@@ -96,9 +91,7 @@ def test_a_rank_that_spans_the_space_leaves_nothing_unexplained() -> None:
     assert measures["local_pca_fvu"] < 1e-12
 
 
-def test_many_rows_are_clustered_in_mini_batches_about_as_well(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_rows_are_clustered_in_mini_batches_about_as_well(monkeypatch: pytest.MonkeyPatch):
     train = clusters(0, 2000)
 
     def error(centres: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, crosscoder_of, make_run, steerable
+from homes import crosscoder_of, make_run, steerable
 from plain_hooks import blocks, noted, replaced
 from tiny_models import save_model
 from torch import Tensor
@@ -56,9 +56,7 @@ def of_double(folder: Path) -> Any:
 
 @pytest.mark.parametrize("against", [None, "e"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_attributions_are_integrals_by_plain_autograd_in_float64(
-    folder: Path, steps: int, against: str | None
-):
+def test_attributions_are_integrals_by_plain_autograd_in_float64(folder, steps, against):
     model, ids, sae = of_double(folder), ids_of(folder, TEXT), steerable(Relu())
     asked: dict[str, Any] = {"why": "d", "against": against, "steps": steps}
     document = saecli.read(sae, TEXT, str(folder), **asked, latents=EVERY, **PLACE)
@@ -98,9 +96,7 @@ def test_attributions_are_integrals_by_plain_autograd_in_float64(
 
 
 @pytest.mark.parametrize("place", [PLACE, MLP])
-def test_with_many_steps_attributions_sum_to_the_change_without_codes(
-    folder: Path, place: dict[str, Any]
-):
+def test_with_many_steps_attributions_sum_to_the_change_without_codes(folder, place):
     sae = steerable(Relu())
     sae.metadata = {"model": str(folder), **place}
     sums = []
@@ -233,9 +229,7 @@ def test_an_unknown_token_and_a_text_without_codes_are_refused(folder: Path):
         saecli.read(sae, "<eos>", str(folder), why="d", **PLACE)
 
 
-def test_the_terminal_and_the_page_show_attributions_beside_removals(
-    sae: CommandLine, tmp_path: Path
-):
+def test_the_terminal_and_the_page_show_attributions_beside_removals(sae, tmp_path):
     origin = {"model": TINY_GEMMA2, **PLACE}
     make_run(sae.home, "first", steerable(Relu(), d_in=128), origin=origin)
     words = ("read", "first", "--prompt", PROMPT, "--why", " in", "--against", " the", "--top", "3")

@@ -57,9 +57,7 @@ def rows_of(source: RowSource) -> np.ndarray:
     ],
     ids=str,
 )
-def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(
-    fixed, solver, act, options
-):
+def test_held_weights_equal_their_start_and_the_others_move(fixed, solver, act, options):
     start, trainer = trained(fixed, solver, act, **options)
     end = trainer.solver.sae().tensors()
     assert torch.equal(start[fixed], end[fixed])

@@ -58,9 +58,7 @@ def test_answers_are_in_order_and_each_request_is_sent_once(served: ChatServer, 
     assert len(served.asked) == 14
 
 
-def test_passing_failures_are_waited_out(
-    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_passing_failures_are_waited_out(served, tmp_path, monkeypatch):
     served.failing = [(0, ""), (503, "loading"), (429, "slow down")]
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
     assert len(served.asked) == 4
@@ -81,9 +79,7 @@ def test_after_all_attempts_the_answers_so_far_are_kept(served: ChatServer, tmp_
     assert len(served.asked) == 3 + 4 + 9
 
 
-def test_a_refused_key_is_not_sent_again_nor_printed_nor_kept(
-    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_refused_key_is_not_sent_again_nor_printed_nor_kept(served, tmp_path, monkeypatch):
     served.failing = [(401, f'{{"error": {{"message": "bad key {KEY}"}}}}')]
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     expected = r"judge-1: 401 .*bad key \.\.\..*; check .* and OPENAI_API_KEY"
@@ -95,9 +91,7 @@ def test_a_refused_key_is_not_sent_again_nor_printed_nor_kept(
     assert KEY not in (tmp_path / "answers.jsonl").read_text()
 
 
-def test_the_token_for_the_hub_is_not_sent_though_the_hub_is_switched_off(
-    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_hubs_token_is_not_sent_though_the_hub_is_switched_off(served, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
@@ -123,9 +117,7 @@ def test_two_servers_of_one_model_do_not_share_answers(served: ChatServer, tmp_p
         assert endpoint(other, tmp_path).ask(CHATS[:1]) == ["another"]
 
 
-def test_a_password_in_the_url_is_used_but_neither_printed_nor_kept(
-    served: ChatServer, tmp_path: Path
-):
+def test_a_password_in_the_url_is_used_but_neither_printed_nor_kept(served, tmp_path):
     with_password = served.url.replace("://", "://me:pass-word@")
     asker = Endpoint(asked(with_password), tmp_path / "answers.jsonl", Silent())
     asker.ask(CHATS[:1])
@@ -189,9 +181,7 @@ Endpoint(server, Path(sys.argv[3]), Silent()).ask([(f"question {n}",) for n in r
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_process_goes_on_where_it_was(
-    served: ChatServer, tmp_path: Path, stop: signal.Signals
-):
+def test_a_killed_process_goes_on_where_it_was(served, tmp_path, stop):
     gate, path = threading.Semaphore(4), tmp_path / "answers.jsonl"
     served.wait = gate.acquire
     words = [sys.executable, "-c", ASK, served.url, MODEL, path]

@@ -45,9 +45,7 @@ def trained(sae: CommandLine, tmp_path: Path) -> CommandLine:
     return sae
 
 
-def test_every_measure_agrees_with_saelens_on_the_same_tokens(
-    trained: CommandLine, tmp_path: Path
-) -> None:
+def test_every_measure_agrees_with_saelens_on_the_same_tokens(trained: CommandLine, tmp_path: Path):
     python = python_with("saelens")
     for act in RUNS:
         assert trained("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0

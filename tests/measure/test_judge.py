@@ -298,9 +298,7 @@ def test_labels_of_a_model_stand_beside_rules_and_the_floor(sae: CommandLine, ju
         assert line["label"] == (good[0] if good else None)
 
 
-def test_a_server_that_fails_leaves_the_rules_and_says_what_to_do(
-    sae: CommandLine, judging: ChatServer
-):
+def test_a_server_that_fails_leaves_the_rules_and_says_what_to_do(sae, judging):
     judging.failing = [(500, "broken")]
     said = "gave no answer in 1 attempt: 500 broken; run the same command"
     sae(COMMAND, judging.url, "--concurrency", "1").fails(1, said)

@@ -181,9 +181,7 @@ def test_random_examples_are_spread_evenly_over_rows_and_sizes():
 
 
 @pytest.mark.parametrize(("density", "most"), [(0.03, 0), (0.03, 1), (0.6, 1 / 64)])
-def test_partners_are_the_highest_correlations_of_firing(
-    density: float, most: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_partners_are_the_highest_correlations_of_firing(density, most, monkeypatch):
     """`most`: density up to which products are sparse."""
     monkeypatch.setattr(surveyed, "MOST_FIRING", most)
     rng = np.random.default_rng(0)

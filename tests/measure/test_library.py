@@ -23,9 +23,7 @@ def home(sae: CommandLine) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["test", "all"])
 @pytest.mark.parametrize("command", ["eval", "sparsity", "geometry"])
-def test_a_measurement_is_the_json_of_its_command(
-    sae: CommandLine, home: Path, capsys: pytest.CaptureFixture[str], command: str, split: str
-) -> None:
+def test_a_measurement_is_the_json_of_its_command(sae, home, capsys, command, split):
     function = saecli.evaluate if command == "eval" else getattr(saecli, command)
     printed = sae(command, "first", "--split", split, "--json").json
     expected = printed["runs"][0] if command != "geometry" else printed
@@ -65,9 +63,7 @@ def test_several_saes_are_compared_as_by_the_command(sae: CommandLine, home: Pat
     assert saecli.evaluate(home=home) == result[1]  # the newest
 
 
-def test_progress_says_on_stderr_what_was_chosen(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_says_on_stderr_what_was_chosen(home: Path, capsys: pytest.CaptureFixture[str]):
     saecli.sparsity(home=home, progress=True)
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[0]) == ("", "using the newest run, second")

@@ -35,9 +35,7 @@ def trained(rows: Any) -> SAE:
     return saecli.fit(rows, act="topk", k=4, d_sae=48, steps=30)
 
 
-def test_an_edited_model_is_measured_itself_and_its_name_is_warned_of(
-    tmp_path: Path, options: dict[str, Any]
-):
+def test_an_edited_model_is_measured_itself_and_its_name_is_warned_of(tmp_path, options):
     folder = save_model(tmp_path / "model", "llama")
     named = {"model": str(folder)}
     loaded = opened(folder)
@@ -87,9 +85,7 @@ def test_a_hooked_model_is_not_the_one_without(tmp_path: Path, options: dict[str
     assert any("with other weights or hooks" in note for note in reported["notes"])
 
 
-def test_a_model_in_another_precision_or_folder_is_the_same_model(
-    tmp_path: Path, options: dict[str, Any]
-):
+def test_a_model_in_another_precision_or_folder_is_the_same_model(tmp_path, options):
     folder = save_model(tmp_path / "model", "llama")
     loaded, home = opened(folder), {"home": tmp_path}
     loaded["model"].to(torch.bfloat16)
@@ -125,9 +121,7 @@ def test_measures_of_a_loaded_model_are_those_of_its_name(tmp_path: Path, option
     assert ours == theirs
 
 
-def test_a_crosscoder_of_two_loaded_models_is_measured_in_each(
-    tmp_path: Path, options: dict[str, Any]
-):
+def test_a_crosscoder_of_two_loaded_models_is_measured_in_each(tmp_path, options):
     folders = [save_model(tmp_path / name, "llama") for name in ("base", "chat")]
     loaded = [opened(folder) for folder in folders]
     tokenizer, models = loaded[0]["tokenizer"], [each["model"] for each in loaded]
@@ -153,9 +147,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_a_loaded_model_lacks_is_refused_in_one_sentence(
-    tmp_path: Path, options: dict[str, Any], call: str
-):
+def test_what_a_loaded_model_lacks_is_refused_in_one_sentence(tmp_path, options, call):
     loaded = opened(save_model(tmp_path / "model", "llama"))
     sae = trained(saecli.extract(**loaded, name="rows", **options))
     for given, sentence in (

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import storing
 import torch
-from homes import (
-    CommandLine,
-    after_commands,
-    make_run,
-    make_store,
-    random_sae,
-    some_rows,
-    steerable,
-)
+from homes import after_commands, make_run, make_store, random_sae, some_rows, steerable
 
 import saecli
 from saecli.model import TINY_GEMMA2
@@ -179,9 +171,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("line", "status", "said"), COMMANDS)
-def test_exit_status_and_one_sentence(
-    sae: CommandLine, home: Path, line: str, status: int, said: str
-):
+def test_exit_status_and_one_sentence(sae, home, line, status, said):
     before = sorted(path for path in home.rglob("*") if path.name != ".lock")
     done = replace(sae, home=home)(*shlex.split(line.format(home=home)))
     done.fails_in_one_sentence(status, said)

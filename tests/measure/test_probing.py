@@ -206,9 +206,7 @@ def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, t
         (("--context", "1"), "--context must be above 1"),
     ],
 )
-def test_sets_and_context_are_refused_in_one_sentence(
-    home: CommandLine, words: tuple, sentence: str
-):
+def test_sets_and_context_are_refused_in_one_sentence(home, words, sentence):
     home("probe", "first", *words).fails(2, sentence)
 
 

@@ -55,9 +55,7 @@ def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int,
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 1024])
-def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(
-    blocks: int, monkeypatch
-) -> None:
+def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(blocks: int, monkeypatch):
     monkeypatch.setattr("saecli.measure.cosines.COST_ROWS", blocks)
     one = sae_of(vectors(10, 0))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
@@ -163,9 +161,7 @@ def test_the_command_prints_the_functions_result(runs: CommandLine, tmp_path: Pa
     assert {path.name for path in tmp_path.glob("*.png")} == {"x.png", "x-stability.png"}
 
 
-def test_the_table_has_firing_latents_if_some_are_silent(
-    runs: CommandLine,
-) -> None:
+def test_the_table_has_firing_latents_if_some_are_silent(runs: CommandLine):
     shown = runs("eval", *NAMES, "--stability")
     mean = saecli.stability(NAMES, home=runs.home)["pw_mcc"]
     (line,) = (line for line in shown.out.splitlines() if "all pairs" in line)

@@ -43,9 +43,7 @@ def saved(
 @pytest.mark.parametrize(
     ("architecture", "quantisation"), [("llama", "Q8_0"), ("llama", "F32"), ("qwen2", "Q4_0")]
 )
-def test_rows_are_those_of_the_dense_weights(
-    sae: CommandLine, tmp_path: Path, text: Path, architecture: str, quantisation: str
-):
+def test_rows_are_those_of_the_dense_weights(sae, tmp_path, text, architecture, quantisation):
     path, plain = saved(tmp_path / "model", architecture, quantisation)
     found = []
     for name, model in (("packed", path), ("dense", plain)):

@@ -66,9 +66,7 @@ def test_rows_are_those_of_the_model_by_name(tmp_path: Path, text: dict[str, Any
 
 
 @pytest.mark.slow
-def test_an_interrupted_store_is_resumed_by_the_same_weights_alone(
-    tmp_path: Path, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupted_store_is_resumed_by_the_same_weights_alone(tmp_path, text, monkeypatch):
     monkeypatch.setattr(windows, "BLOCK_TOKENS", 256)  # tokens per block, so that some are stored
     folder = save_model(tmp_path / "llama", "llama")
     model, tokenizer = opened(folder)
@@ -128,9 +126,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "sentence"), REFUSED)
-def test_what_a_loaded_model_cannot_be_given_is_refused(
-    tmp_path: Path, text: dict[str, Any], changed: dict[str, Any], sentence: str
-):
+def test_what_a_loaded_model_cannot_be_given_is_refused(tmp_path, text, changed, sentence):
     model, tokenizer = opened(save_model(tmp_path / "gpt2", "gpt2"))
     options = {"model": model, "tokenizer": tokenizer, "rows": 100, **text, **changed}
     with pytest.raises(saecli.SaeError, match=sentence):
@@ -149,9 +145,7 @@ def test_models_are_all_loaded_or_all_named_and_each_on_one_device(tmp_path: Pat
         saecli.extract(model, **options)
 
 
-def test_settings_of_transformers_stay_and_small_blocks_have_the_same_rows(
-    tmp_path: Path, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_transformers_settings_stay_and_small_blocks_give_the_rows(tmp_path, text, monkeypatch):
     folder = str(save_model(tmp_path / "llama", "llama"))
     options = {"layer": "all", "rows": 300, **text}
     first = saecli.extract(folder, name="a", **options)

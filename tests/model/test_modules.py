@@ -40,15 +40,7 @@ def own_hook(model: Any, path: str, side: str, ids: Tensor) -> Tensor:
         ("gpt-neox", "gpt_neox.layers.*.attention.dense", "in", "l{}-attn_z"),
     ],
 )
-def test_stores_of_a_module_hold_what_a_plain_hook_sees(
-    sae: CommandLine,
-    tmp_path: Path,
-    text: Path,
-    architecture: str,
-    module: str,
-    side: str,
-    names: str,
-):
+def test_a_modules_store_is_what_hooks_see(sae, tmp_path, text, architecture, module, side, names):
     folder = save_model(tmp_path / "model", architecture)
     words = ("--model", folder, "--dataset", text, "--module", f"{module}:{side}")
     done = sae("extract --rows 500 --dtype float32 --context 12 --name s --json", *words)
@@ -193,9 +185,7 @@ def test_an_sae_of_no_hook_point_is_used_at_a_module(sae: CommandLine, tmp_path:
         ("--list-modules --model tiny-gemma2", "--list-modules takes one --model, got 2"),
     ],
 )
-def test_modules_that_cannot_be_read_are_refused(
-    sae: CommandLine, tmp_path: Path, text: Path, words: str, sentence: str
-):
+def test_modules_that_cannot_be_read_are_refused(sae, tmp_path, text, words, sentence):
     folder = save_model(tmp_path / "model", "llama")
     given = () if "--list" in words else ("--dataset", text, "--rows", "50")
     sae("extract --model", folder, *shlex.split(words), *given).fails(2, sentence)

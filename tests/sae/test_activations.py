@@ -77,9 +77,7 @@ def test_batchtopk_threshold_is_a_running_mean() -> None:
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
 @pytest.mark.parametrize("activation", EVERY, ids=lambda activation: activation.name)
-def test_rescaled_parameters_scale_codes_with_pre_activations(
-    activation: Activation, factor: float
-) -> None:
+def test_rescaled_parameters_scale_codes_with_pre_activations(activation, factor):
     pre = random_pre()
     start = activation.parameters(F).items()
     parameters = {name: torch.full_like(value, 0.6) for name, value in start}
@@ -140,9 +138,7 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
     ],
     ids=str,
 )
-def test_defaults_of_the_penalty_fit_the_activation(
-    activation: Activation, given: str | None, sparsity: str, weight: float
-) -> None:
+def test_defaults_of_the_penalty_fit_the_activation(activation, given, sparsity, weight):
     training = fill_defaults(TrainingConfig(sparsity=given), activation, 100, 64)
     assert training.sparsity == sparsity
     assert training.sparsity_weight == pytest.approx(weight)

@@ -1,8 +1,6 @@
 """Activations that are trained to a target L0, jumprelu and gated: the gradients of their losses against plain autograd
 and by hand, their controllers, their files."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from saecli.sae.activations import Gated, JumpRelu
 from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.dictionary import SAE, Batch, Coupled, Dictionary
-from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig
+from saecli.train.options import Pam, PamSgd, Sgd
 from saecli.train.start import initial_sae
 
 B, F, D, L = 40, 60, 12, 5.0
@@ -134,9 +132,7 @@ GATED = [(config, Gated(target_l0=3.0), 0.0) for config in (Sgd(), PamSgd(), Pam
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "activation", "smoothing"), [*JUMPRELU, *GATED], ids=str)
-def test_training_lowers_fvu_and_gives_rows_held_out_the_target(
-    config: SolverConfig, activation: JumpRelu | Gated, smoothing: float
-) -> None:
+def test_training_lowers_fvu_and_gives_rows_held_out_the_target(config, activation, smoothing):
     x, gated = sparse_mixture(8000).x, isinstance(activation, Gated)
     data, held_out = RowsInMemory(x[:4000], batch_size=50), x[4000:]
     weight = activation.penalty("target-l0").default_weight(x.shape[1])
@@ -178,13 +174,7 @@ def gated(shift: float = 0.0, **parts: object) -> SAE:
     ],
     ids=["free", "tied", "residual"],
 )
-def test_gradients_of_the_loss_equal_the_papers_formula(
-    shift: float,
-    kind: type[Codes],
-    sparsity: str,
-    pressure: float,
-    made: Callable[[SAE], Dictionary],
-) -> None:
+def test_gradients_of_the_loss_equal_the_papers_formula(shift, kind, sparsity, pressure, made):
     dictionary = made(gated(shift))
     leaves = leaves_of(dictionary)
     x = normal(B, D, seed=4)

@@ -43,9 +43,7 @@ def form(request: pytest.FixtureRequest) -> Callable[[Tensor], Codes]:
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_products_equal_those_with_the_matrix(
-    density: float, form: Callable[[Tensor], Codes]
-) -> None:
+def test_products_equal_those_with_the_matrix(density: float, form: Callable[[Tensor], Codes]):
     dense, right, below = matrix(density), normal(F, D, seed=3), normal(B, D, seed=4)
     codes = form(dense)
     assert codes.shape == (B, F)
@@ -64,9 +62,7 @@ def test_products_equal_those_with_the_matrix(
 
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("cached", [1, 130, 1 << 18])
-def test_counts_equal_those_of_the_matrix(
-    density: float, cached: int, form: Callable, monkeypatch
-) -> None:
+def test_counts_equal_those_of_the_matrix(density: float, cached: int, form: Callable, monkeypatch):
     monkeypatch.setattr("saecli.sae.codes.CACHED_CODES", cached)
     dense = matrix(density)
     codes = form(dense)
@@ -81,9 +77,7 @@ def test_counts_equal_those_of_the_matrix(
 @pytest.mark.parametrize("pairs", [1, 40, 1 << 19])
 @pytest.mark.parametrize("fraction", [0.0, 1e9], ids=["by panels", "by pairs"])
 @pytest.mark.parametrize("more", [0, 1], ids=["alone", "in a wider array"])
-def test_gram_matrices_are_added_to_the_lower_triangle(
-    density: float, pairs: int, fraction: float, more: int, form: Callable, monkeypatch
-) -> None:
+def test_grams_are_added_to_the_lower_triangle(density, pairs, fraction, more, form, monkeypatch):
     monkeypatch.setattr("saecli.sae.codes.PRODUCT_PAIRS", pairs)
     for name, value in {"PAIRS_FRACTION": fraction, "PANEL": 16, "SPARSE_PANEL": 12}.items():
         monkeypatch.setattr(f"saecli.sae.codes.{name}", value)
@@ -208,9 +202,7 @@ def test_gradients_of_the_loss_equal_plain_autograd(name: str, kept: str, sparsi
 
 
 @pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk", "matching-pursuit"])
-def test_codes_that_are_known_are_not_searched_for(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_that_are_known_are_not_searched_for(name: str, monkeypatch: pytest.MonkeyPatch):
     def search(mask: Tensor) -> None:
         pytest.fail("searched")
 

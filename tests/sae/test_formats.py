@@ -134,9 +134,7 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("form", "write", "origin"), READ)
-def test_a_folder_is_read_by_its_formula(
-    tmp_path: Path, form: str, write: Callable, origin: dict
-) -> None:
+def test_a_folder_is_read_by_its_formula(tmp_path: Path, form: str, write: Callable, origin: dict):
     expected = write(tmp_path)
     saved = load(expected.path)
     assert recognise(expected.path) == form and saved.origin.to_json() == origin
@@ -166,9 +164,7 @@ CASES = [(name, act, *kind) for name in FORMATS for act in ACTIVATIONS for kind 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "act", "transcodes", "skip", "width"), CASES)
-def test_an_sae_comes_back_from_a_format_or_is_refused(
-    tmp_path: Path, name: str, act: str, transcodes: bool, skip: bool, width: int
-) -> None:
+def test_an_sae_comes_back_or_is_refused(tmp_path, name, act, transcodes, skip, width):
     sae, form, origin = made(act, skip, width), FORMATS[name], MLP if transcodes else ORIGIN
     written = ACTIVATIONS["jumprelu" if act == "gated" and name != "native" else act]
     able = form.transcoders if transcodes else form.activations
@@ -300,9 +296,7 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("write", "said"), REFUSED)
-def test_files_that_cannot_be_expressed_are_refused_in_one_sentence(
-    tmp_path: Path, write: Callable[[Path], Published], said: str
-) -> None:
+def test_files_that_cannot_be_expressed_are_refused_in_one_sentence(tmp_path, write, said):
     path = write(tmp_path).path
     with pytest.raises(FormatError) as refused:
         load(path)
@@ -373,9 +367,7 @@ def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0])
-def test_a_threshold_that_training_has_not_set_is_a_warning(
-    tmp_path: Path, threshold: float
-) -> None:
+def test_a_threshold_that_training_has_not_set_is_a_warning(tmp_path: Path, threshold: float):
     expected = CHECKPOINT(tmp_path / "saelens", threshold)
     LEARNING(tmp_path / "learning", "BatchTopKSAE")
     path = tmp_path / "learning" / "ae.pt"
@@ -409,9 +401,7 @@ def test_a_crosscoder_cannot_be_written_for_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["saelens", "sparsify", "circuit-tracer"])
-def test_an_exported_transcoder_is_measured_as_its_run_is(
-    sae: CommandLine, tmp_path: Path, name: str
-) -> None:
+def test_an_exported_transcoder_is_measured_as_its_run_is(sae, tmp_path, name):
     make_transcoder(sae.home, "run", random_sae().changed(W_skip=torch.eye(8) / 2))
     assert sae("export", "run", "--to", name, "--out", tmp_path / "out").status == 0
     words = ("--data", "x", "--target", "y", "--split", "all", "--json")

@@ -54,9 +54,7 @@ WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITE)
-def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(
-    tmp_path: Path, name: str
-) -> None:
+def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(tmp_path: Path, name: str):
     folder = tmp_path / "sae-k4"  # where Qwen-Scope has k
     WRITE[name](folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -127,9 +125,7 @@ def test_widths_that_fit_are_kept(tmp_path: Path) -> None:  # prefixes: see test
         *(("threshold", threshold) for threshold in (np.nan, np.inf, [0.5] * 20, 1)),
     ],
 )
-def test_tensors_of_settings_that_do_not_fit_are_refused(
-    tmp_path: Path, key: str, value: object
-) -> None:
+def test_tensors_of_settings_that_do_not_fit_are_refused(tmp_path: Path, key: str, value: object):
     published.dictionary_learning(tmp_path, "MatryoshkaBatchTopKSAE")
     rename(tmp_path, key, torch.tensor(value))
     with pytest.raises(FormatError, match=str(tmp_path)):
@@ -180,9 +176,7 @@ def without_end() -> dict[str, torch.Tensor]:
         (lambda: torch.ones(3), "expected a state_dict, tensors by name, got Tensor"),
     ],
 )
-def test_tensors_that_nothing_can_be_computed_with_are_refused(
-    tmp_path: Path, tensors: Callable, said: str
-) -> None:
+def test_tensors_that_nothing_can_be_computed_with_are_refused(tmp_path, tensors, said):
     folder = saved("dictionary-learning", tmp_path / "sae")
     (folder / "config.json").write_text('{"trainer": {"dict_class": "AutoEncoder"}}')
     torch.save(tensors(), folder / "ae.pt")
@@ -232,15 +226,10 @@ for name in WRITABLE:
 @pytest.mark.parametrize(
     ("name", "shape"), [("b_dec", (5,)), ("b_enc", (1,)), ("W_dec", (20, 3)), ("W_enc", (0, 20))]
 )
-def test_weights_that_do_not_fit_each_other_are_refused_by_name(
-    tmp_path: Path, format: str, name: str, shape: tuple
-):
+def test_weights_that_do_not_fit_each_other_are_refused_by_name(tmp_path, format, name, shape):
     save(sae_for(format, "relu-topk", "jumprelu"), format, tmp_path / "sae")
     encoder = {"W_enc": "encoder.weight", "b_enc": "encoder.bias"}
-    theirs = {
-        "sparsify": encoder,
-        "dictionary-learning": encoder | {"W_dec": "decoder.weight"},
-    }
+    theirs = {"sparsify": encoder, "dictionary-learning": encoder | {"W_dec": "decoder.weight"}}
     rename(tmp_path / "sae", theirs.get(format, {}).get(name, name), torch.zeros(shape))
     with pytest.raises(FormatError, match=f"expected {name} of shape"):
         load(tmp_path / "sae")

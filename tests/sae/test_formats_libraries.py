@@ -13,7 +13,7 @@ import homes
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, load, with_origin
+from homes import load, with_origin
 from launching import captured, python_with
 from model_hub import WRITER, serving
 from tiny_models import LAYERS, WIDTH, save_model
@@ -152,9 +152,7 @@ def test_circuit_tracer_attributes_a_prompt_to_the_latents_of_a_set(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_saebench_takes_an_sae_with_unit_decoder_vectors_and_its_reconstructions(
-    tmp_path: Path,
-) -> None:
+def test_saebench_takes_an_sae_with_unit_decoder_vectors_and_its_reconstructions(tmp_path: Path):
     python = python_with("sae-bench")
     rows = torch.randn(6, 50, D, generator=torch.Generator().manual_seed(2))
     np.save(tmp_path / "rows.npy", rows.numpy())
@@ -183,9 +181,7 @@ def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> N
             assert 0 < (theirs["codes"] != 0).mean() < 1
 
 
-def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
-    exchange: Exchange, sae: CommandLine
-) -> None:
+def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange, sae):
     homes.make_store(sae.home, "rows", exchange.rows.numpy())
     for path in (exchange.folder / "theirs").iterdir():
         if not path.is_dir():
@@ -227,9 +223,7 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
-    tmp_path: Path, library: str, activation: Activation
-) -> None:
+def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(tmp_path, library, activation):
     python = python_with(library)
     rows, mine = homes.some_rows(), homes.random_sae(activation)
     if library == "circuit-tracer":

@@ -105,9 +105,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("transcoder", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_an_sae_before_the_norms_weight_is_read_for_mlp_in_and_written_so(
-    tmp_path: Path, name: str, transcoder: bool
-) -> None:
+def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(tmp_path, name, transcoder):
     folder = model_of(tmp_path / "model", name)
     theirs, ours = normalized(folder, name).float(), rows_at(folder, "mlp_in")
     original = some_sae(WIDTH, transcoder)
@@ -179,9 +177,7 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
 
 
 @pytest.mark.slow
-def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
-    sae: CommandLine, tmp_path: Path
-) -> None:
+def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(sae, tmp_path):
     for site in ("mlp_in", "mlp_out"):
         words = ("--model", "tiny-gemma2", "--layer", "1", "--site", site, "--rows", "3000")
         assert sae("extract", *words, "--name", site).status == 0
@@ -226,9 +222,7 @@ def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_
         ("embed_tokens", False, {}),
     ],
 )
-def test_sparsifys_folders_are_named_as_modules(
-    tmp_path: Path, place: str, transcode: bool, origin: dict
-) -> None:
+def test_sparsifys_folders_are_named_as_modules(tmp_path, place, transcode, origin):
     assert load(published.sparsify(tmp_path / place, transcode).path).origin.to_json() == origin
 
 
@@ -269,9 +263,7 @@ def test_eval_says_that_a_module_is_not_the_stores_site(sae: CommandLine, tmp_pa
         (None, "out", None),
     ],
 )
-def test_submodules_of_dictionary_learning(
-    tmp_path: Path, name: str | None, io: str, site: str | None
-) -> None:
+def test_submodules_of_dictionary_learning(tmp_path, name, io, site):
     path = published.dictionary_learning(tmp_path, submodule_name=name).path
     change_json(path / "config.json", buffer={"io": io})
     assert load(path).origin.read[0].site == (site or "")
@@ -308,9 +300,7 @@ def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str 
         (None, "attn.hook_z"),
     ],
 )
-def test_hook_z_is_attn_z_where_values_have_no_bias(
-    tmp_path: Path, model: str | None, site: str
-) -> None:
+def test_hook_z_is_attn_z_where_values_have_no_bias(tmp_path: Path, model: str | None, site: str):
     hooks = {"hook_name": "blocks.8.attn.hook_z"} | ({"model_name": model} if model else {})
     saved = load(published.saelens(tmp_path, metadata=hooks).path)
     assert saved.origin.read[0].site == site
@@ -336,9 +326,7 @@ def test_gemma_scope_2_modules_that_are_sites(tmp_path: Path, hook: object, orig
     assert saved.origin.to_json() == {"model": "google/gemma-3-4b-pt"} | origin
 
 
-def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(
-    sae: CommandLine, tmp_path: Path
-) -> None:
+def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(sae, tmp_path):
     original = some_sae(D, False)
     rows = torch.randn(50, D, generator=torch.Generator().manual_seed(1)) + 3
     centred = rows - rows.mean(1, keepdim=True)

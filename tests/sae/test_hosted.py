@@ -24,7 +24,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
-from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, TopK
+from saecli.sae.activations import JumpRelu, MatchingPursuit, Relu, TopK
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.hub import Address
 from saecli.store.origin import InputEntries, OriginEntries
@@ -89,25 +89,19 @@ https://huggingface.co\\.evil.com/a/b file:///home/a/b ftp://huggingface.co/a/b 
 
 
 @pytest.mark.parametrize("url", OTHERS.split())
-def test_pages_of_other_hosts_are_not_asked_for_on_the_hub(
-    sae: CommandLine, hub: ModelHub, url: str
-) -> None:
+def test_pages_of_other_hosts_are_not_asked_for_on_the_hub(sae, hub, url):
     done = sae("eval", url).fails(1, "is no page of an SAE on the Hugging Face hub: expected")
     assert not hub.asked and "secret" not in done.err and done.err.count("\n") == 1
 
 
-def test_pages_of_the_endpoint_are_the_hubs(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path
-) -> None:
+def test_pages_of_the_endpoint_are_the_hubs(sae: CommandLine, hub: ModelHub, tmp_path: Path):
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
     hub.add("someone/saes", files_of(tmp_path / "a"))
     done = sae("eval", f"{hub.address}/someone/saes/tree/main/first?x=1", "--json")
     assert done.json["runs"][0]["run"] == "someone/saes/first@main"
 
 
-def test_files_are_fetched_of_the_commit_that_was_listed(
-    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_fetched_of_the_commit_that_was_listed(hub, tmp_path, monkeypatch):
     first = random_sae()
     save(SavedSAE(first), "saelens", tmp_path / "old")
     save(SavedSAE(random_sae(seed=1)), "dictionary-learning", tmp_path / "new")
@@ -132,14 +126,7 @@ def test_files_are_fetched_of_the_commit_that_was_listed(
         (Relu(), "dictionary-learning", ["ae.pt", "config.json"]),
     ],
 )
-def test_a_pushed_sae_is_fetched_and_measured_alike(
-    sae: CommandLine,
-    hub: ModelHub,
-    tmp_path: Path,
-    activation: Activation,
-    form: str,
-    files: list[str],
-) -> None:
+def test_a_pushed_sae_is_fetched_and_measured_alike(sae, hub, tmp_path, activation, form, files):
     make_run(sae.home, "run", random_sae(activation))
     pushed = sae("push", "run", "someone/saes", "--format", form, "--json")
     assert pushed.json["files"] == files
@@ -160,9 +147,7 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
 
 
 @pytest.mark.slow
-def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the_users(
-    sae: CommandLine, hub: ModelHub
-) -> None:
+def test_each_sae_has_a_card_and_that_of_the_repository_is_the_first_ones_or_the_users(sae, hub):
     for name, seed in (("one", 0), ("two", 1)):
         make_run(sae.home, name, random_sae(seed=seed))
         assert sae("push", name, "someone/saes", "--private").status == 0
@@ -204,9 +189,7 @@ def everywhere(kind: object) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["push", "export"])
 @pytest.mark.parametrize("form", ["saelens", "native"])
-def test_no_path_of_this_machine_is_in_a_written_byte(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path, form: str, command: str
-) -> None:
+def test_no_path_of_this_machine_is_in_a_written_byte(sae, hub, tmp_path, form, command):
     kinds = get_type_hints(OriginEntries).items()
     origin = {name: everywhere(kind) for name, kind in kinds if not name.startswith("target")}
     origin["site"] = "resid_post"
@@ -227,9 +210,7 @@ def test_no_path_of_this_machine_is_in_a_written_byte(
 
 
 @pytest.mark.slow
-def test_a_signed_topk_is_native_unless_saelens_is_asked_for(
-    sae: CommandLine, hub: ModelHub
-) -> None:
+def test_a_signed_topk_is_native_unless_saelens_is_asked_for(sae: CommandLine, hub: ModelHub):
     make_run(sae.home, "run", random_sae(TopK(k=4)))
     done = sae("push", "run", "someone/saes", "--json")
     assert done.json["format"] == "native" and "--format saelens writes it clipped" in done.err
@@ -241,9 +222,7 @@ def test_a_signed_topk_is_native_unless_saelens_is_asked_for(
 
 
 @pytest.mark.slow
-def test_circuit_tracer_layers_share_a_folder_without_other_formats(
-    sae: CommandLine, hub: ModelHub
-) -> None:
+def test_circuit_tracer_layers_share_a_folder_without_other_formats(sae, hub):
     for layer in (0, 1):
         shutil.rmtree(sae.home / "activations")
         origin = MLP | {"layer": layer, "target_layer": layer}
@@ -263,9 +242,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
 
 
 @pytest.mark.slow
-def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path
-) -> None:
+def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(sae, hub, tmp_path):
     first = hub.add("google/gemma-scope-2b-pt-res", gemma_scope_files(tmp_path))
     address = "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"
     for _ in range(2):
@@ -307,9 +284,7 @@ SCOPES = {  # places, the files fetched from each, and the folder or file as pub
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", SCOPES)
-def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_only_one_saes_files_of_a_suite_are_fetched(sae, hub, tmp_path, monkeypatch, place):
     address, (files, write) = Address.parse(place), SCOPES[place]
     inner = "." if address.folder.endswith(".pt") else address.folder
     expected = write(tmp_path / "there" / inner)
@@ -325,9 +300,7 @@ def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
     assert sorted(files_of(snapshot)) == [str(Path(inner, name)) for name in files]
 
 
-def test_of_several_layers_on_the_hub_one_must_be_named(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path
-) -> None:
+def test_of_several_layers_on_the_hub_one_must_be_named(sae, hub, tmp_path):
     for layer in (5, 11):
         published.qwen_scope(tmp_path / "there", layer)
     repo = "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4"
@@ -338,9 +311,7 @@ def test_of_several_layers_on_the_hub_one_must_be_named(
         published.assert_reads(fetched, published.qwen_scope(tmp_path / "again", layer))
 
 
-def test_a_folder_here_wins(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_here_wins(sae, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(SavedSAE(random_sae()), "saelens", Path("someone/saes/first"))
     hub.add("someone/saes", files_of(Path("someone/saes")))
@@ -377,16 +348,7 @@ PUSH, EVAL = ["push", "run"], ["eval"]
         ([*PUSH, "someone/saes", "--format", "sparsify"], WRITER, "sparsify cannot express", 1),
     ],
 )
-def test_a_refusal_is_one_sentence_and_changes_nothing(
-    sae: CommandLine,
-    hub: ModelHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    token: str,
-    said: str,
-    status: int,
-) -> None:
+def test_a_refusal_changes_nothing(sae, hub, tmp_path, monkeypatch, words, token, said, status):
     make_run(sae.home, "run", random_sae(JumpRelu()))
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "a")
     files = files_of(tmp_path / "a")
@@ -403,9 +365,7 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(
     assert {name: repo.files for name, repo in hub.repos.items()} == before
 
 
-def test_without_a_network_fetched_files_are_taken_from_the_cache(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_fetched_files_are_taken_from_the_cache(sae, hub, tmp_path, monkeypatch):
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
     repo = hub.add("someone/saes", files_of(tmp_path / "a"))
     online = sae("eval", "someone/saes", "--json")
@@ -430,9 +390,7 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
         assert said in sae("eval", name).err
 
 
-def test_a_transcoders_folder_is_pushed_with_its_targets_named(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path
-) -> None:
+def test_a_transcoders_folder_is_pushed_with_its_targets_named(sae, hub, tmp_path):
     transcoder = random_sae(TopK(k=4))
     make_transcoder(sae.home, "run", transcoder)
     save(with_origin(transcoder, MLP), "native", tmp_path / "copy")

@@ -45,9 +45,7 @@ def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: 
 
 
 @given(seed=SEEDS, rows=st.integers(2, 60), cuts=CUTS)
-def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(
-    seed: int, rows: int, cuts: list[int]
-) -> None:
+def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed, rows, cuts):
     tensors = rows_and_codes(seed, rows)
     got = in_batches(Reconstruction(6, 11), [min(c, rows) for c in cuts], *tensors)
     oracle = reconstruction_oracle(*tensors)
@@ -112,9 +110,7 @@ def test_a_zero_row_counts_as_cosine_zero_and_constant_rows_have_no_finite_fvu()
 
 
 @given(seed=SEEDS, rows=st.integers(1, 60), cuts=CUTS)
-def test_firing_in_any_batches_matches_numpy_over_all_rows(
-    seed: int, rows: int, cuts: list[int]
-) -> None:
+def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]):
     _, _, codes = rows_and_codes(seed, rows)
     got = in_batches(Firing(11), [min(c, rows) for c in cuts], codes)
     fires = codes.numpy() != 0
@@ -152,7 +148,5 @@ def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> N
         (9.0, 9.0, 8, 16, ["fvu", "l0"]),
     ],
 )
-def test_a_measure_is_doubtful_above_its_bound_alone(
-    fvu: float, l0: float, d_in: int, d_sae: int, doubtful: list
-):
+def test_a_measure_is_doubtful_above_its_bound_alone(fvu, l0, d_in, d_sae, doubtful):
     assert list(doubts({"fvu": fvu, "l0": l0}, d_in, d_sae)) == doubtful

@@ -12,10 +12,10 @@ import published
 import pytest
 import torch
 import yaml
-from homes import CommandLine, load, make_run, make_store, random_sae
+from homes import load, make_run, make_store, random_sae
 from huggingface_hub import constants
 from launching import captured, python_with
-from model_hub import ModelHub, files_of
+from model_hub import files_of
 from published import ROWS, D, K, Published
 
 import saecli
@@ -212,9 +212,7 @@ RELEASES = {
 }
 
 
-def test_an_sae_is_named_by_its_release_and_id(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_sae_is_named_by_its_release_and_id(sae, hub, tmp_path, monkeypatch):
     install(tmp_path / "packages", yaml.safe_dump(RELEASES), monkeypatch)
     make_store(sae.home, "rows", ROWS.astype(np.float32))
     place, name = "layer_12/width_16k/average_l0_82", "scope-canonical/layer_12/canonical"
@@ -255,9 +253,7 @@ def test_an_sae_is_named_by_its_release_and_id(
     assert "blocks.8" in sae("eval", "hf://scope-canonical/layer_12", "--data", "rows").err
 
 
-def test_without_saelens_an_unknown_name_says_what_to_install(
-    sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_saelens_an_unknown_name_says_what_to_install(sae, hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "sae_lens", None)
     sae("eval", "scope-canonical/layer_12/canonical").fails(
         1, "install sae-lens or name its place on the hub"
@@ -265,9 +261,7 @@ def test_without_saelens_an_unknown_name_says_what_to_install(
 
 
 @pytest.mark.slow
-def test_every_release_of_saelens_is_resolved_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_release_of_saelens_is_resolved_or_refused(tmp_path, monkeypatch):
     where = (
         "import importlib.util as u; print(u.find_spec('sae_lens').submodule_search_locations[0])"
     )
@@ -302,9 +296,7 @@ def test_a_run_is_found_by_its_name_or_folder_with_its_split(home: Home, tmp_pat
         assert find_subject(home, text, Silent()) == Subject(text, folder, "patches", 7, 0.5, True)
 
 
-def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_librarys_folder_knows_no_store_and_a_run_goes_first(home, tmp_path, monkeypatch):
     save(SavedSAE(random_sae()), "saelens", tmp_path / "both")
     path = tmp_path / "both"
     assert find_subject(home, str(path), Silent()) == Subject(str(path), path)
@@ -322,14 +314,7 @@ def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first
         ("runs/first/sae.safetensors", FormatError, "no SAE found in .*got no folder"),
     ],
 )
-def test_what_names_no_sae_is_refused(
-    home: Home,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: type[Exception],
-    said: str,
-) -> None:
+def test_what_names_no_sae_is_refused(home, tmp_path, monkeypatch, name, error, said):
     monkeypatch.chdir(tmp_path)
     for missing in (None, "nosuch"):
         with pytest.raises(RunError, match="make one with `sae train`"):

@@ -22,9 +22,7 @@ def named(value: Any) -> str:
 @pytest.mark.parametrize("lead", LEADING, ids=named)
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
-def test_any_leading_shape_is_that_of_the_result_row_by_row(
-    activation: Activation, lead: tuple, dtype
-) -> None:
+def test_any_leading_shape_is_that_of_the_result_row_by_row(activation, lead, dtype):
     sae = random_sae(activation).copy_to(dtype)
     x = torch.randn(*lead, D, generator=torch.Generator().manual_seed(1), dtype=dtype)
     z, x_hat = sae.encode(x), sae(x)
@@ -42,9 +40,7 @@ def test_any_leading_shape_is_that_of_the_result_row_by_row(
 
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float64], ids=named)
-def test_other_floating_point_types_are_computed_on_in_the_saes_own(
-    activation: Activation, given
-) -> None:
+def test_other_floating_point_types_are_computed_on_in_the_saes_own(activation: Activation, given):
     sae = random_sae(activation)
     x = torch.from_numpy(some_rows(12)).reshape(3, 4, D).to(given)
     assert torch.equal(sae.encode(x), sae.encode(x.float()))
@@ -74,9 +70,7 @@ def test_rows_in_the_saes_own_type_take_the_path_of_codes() -> None:
         (torch.ones(3, D, device="meta"), rf"\(3, {D}\) on meta"),
     ],
 )
-def test_other_shapes_and_devices_are_refused_in_one_sentence(
-    given: torch.Tensor, got: str
-) -> None:
+def test_other_shapes_and_devices_are_refused_in_one_sentence(given: torch.Tensor, got: str):
     sae = random_sae()
     expected = rf"expected a tensor of shape \(\.\.\., {D}\) .*`\.to\('cpu'\)`.*, got {got}$"
     for refusing in (sae.encode, sae):

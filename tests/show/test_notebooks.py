@@ -30,9 +30,7 @@ def test_an_sae_says_what_it_is_and_how_it_was_trained(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_pictures_are_figures_and_no_file_is_written(
-    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pictures_are_figures_and_no_file_is_written(sae, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_store(sae.home, "rows", some_rows(300))
     for seed in "0", "1":
@@ -83,9 +81,7 @@ def test_the_example_goes_from_a_model_to_pages(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_from_top_to_bottom_and_shows_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_notebook_runs_from_top_to_bottom_and_shows_its_figures(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     notebook = nbformat.read(EXAMPLES / "first_hour.ipynb", as_version=4)

@@ -96,9 +96,7 @@ def test_every_input_gives_a_picture_that_can_be_read(draw: tuple, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", MAGIC)
-def test_the_ending_is_the_format_and_the_same_data_the_same_file(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_the_ending_is_the_format_and_the_same_data_the_same_file(suffix: str, tmp_path: Path):
     first, second = tmp_path / "new" / f"first{suffix}", tmp_path / f"second{suffix.upper()}"
     for path in (first, second):
         draw_losses(path, "one", LINES)
@@ -107,9 +105,7 @@ def test_the_ending_is_the_format_and_the_same_data_the_same_file(
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x"])
-def test_another_ending_is_refused_in_one_sentence_and_nothing_written(
-    name: str, tmp_path: Path
-) -> None:
+def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot draw --plot "):
         draw_frontier(tmp_path / name, [], {})
     assert not list(tmp_path.iterdir())
@@ -133,9 +129,7 @@ def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_
         ElementTree.parse(tmp_path / "x.svg")
 
 
-def test_loss_curves_draw_each_measure_against_its_own_steps(
-    drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_loss_curves_draw_each_measure_against_its_own_steps(drawn: list[Figure], tmp_path: Path):
     draw_losses(tmp_path / "x.png", "one", LINES)
     lines = [line for axes in drawn[0].axes for line in axes.lines]
     assert [list(line.get_xdata()) for line in lines] == [[20, 40], [40]] * 2
@@ -153,9 +147,7 @@ def test_l0_histogram_holds_every_row_once_at_its_place(counts: list[int]) -> No
     assert rows.sum() == sum(counts) and len(rows) <= 61
 
 
-def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(
-    drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(drawn, tmp_path):
     frequency = np.array([0, 0, 1e-4, 0.01, 0.5, 1.0])
     draw_firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
     assert legend_of(drawn[0]) == ["one (2 of 6 silent on these 7 rows)"]
@@ -163,9 +155,7 @@ def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(
     assert (bars.values.sum(), bars.edges[0], bars.edges[-1]) == (4, pytest.approx(1e-4), 1)
 
 
-def test_patterns_show_sizes_with_the_most_frequent_latents_first(
-    drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_patterns_show_sizes_with_the_most_frequent_latents_first(drawn, tmp_path):
     codes = np.array([[0, -1, 2, 0], [0, 0, 3, 0], [0, 0, 4, 5]])
     draw_patterns(tmp_path / "x.png", codes, "one")
     np.testing.assert_array_equal(
@@ -205,9 +195,7 @@ def test_a_run_has_one_colour_in_all_pictures_of_the_same_runs(drawn: list[Figur
     assert len(drawn) == 3
 
 
-def test_a_frontier_of_near_runs_shows_them_apart_and_of_far_ones_begins_at_zero(
-    drawn: list[Figure],
-) -> None:
+def test_a_frontier_of_near_runs_shows_them_apart_and_of_far_ones_begins_at_zero(drawn):
     near, far = (("a", 16.0, 0.31), ("b", 16.0, 0.28)), (("a", 4.0, 0.9), ("b", 16.0, 0.28))
     for runs in (near, far):
         draw_frontier(None, *compared(*((*run, "topk") for run in runs)))
@@ -230,9 +218,7 @@ def test_a_constant_l0_is_said_and_has_no_panel(drawn: list[Figure]) -> None:
     assert legend_of(drawn[1])[0] == "one (L0 2, 0 of 1 silent on these 7 rows)"
 
 
-def test_stability_draws_cosines_and_match_fractions_by_frequency(
-    drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_stability_draws_cosines_and_match_fractions_by_frequency(drawn, tmp_path):
     frequency = np.repeat([0, 0.01, 0.02, 0.5], [5, 30, 30, 40])
     often = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
     draw_stability(

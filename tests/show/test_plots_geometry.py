@@ -60,9 +60,7 @@ def test_in_two_dimensions_nothing_is_projected(sae: CommandLine, drawn: list[An
     [(TopK(3), 0), (AbsTopK(3), 0), (Relu(), 1)],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_bar_says_how_many_latents_cells_keep_where_they_differ(
-    sae: CommandLine, drawn: list[Any], activation: Relu, bars: int
-):
+def test_a_bar_says_how_many_latents_cells_keep_where_they_differ(sae, drawn, activation, bars):
     held_out(sae.home, 8)
     make_run(sae.home, "one", random_sae(activation))
     panels = plot(sae, drawn)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import make_run, make_store, random_sae, some_rows
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -67,9 +67,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are(name: str):
     assert (lines[0], joined(lines)) == (name, [[name, name]])
 
 
-def test_eval_of_nasty_names_prints_within_the_terminal(
-    sae: CommandLine, monkeypatch: pytest.MonkeyPatch
-):
+def test_eval_of_nasty_names_prints_within_the_terminal(sae, monkeypatch):
     make_store(sae.home, "rows", some_rows())
     for name in NASTY[:5]:
         make_run(sae.home, name, random_sae())

@@ -77,9 +77,7 @@ def exact_model() -> Any:
 
 
 @pytest.mark.parametrize(("layer", "site"), PLACES)
-def test_effects_are_those_of_a_hook_in_float64(
-    layer: int, site: str, gemma: LanguageModel, windows: list[TextWindow], small_blocks: None
-):
+def test_effects_are_those_of_a_hook_in_float64(layer, site, gemma, windows, small_blocks):
     saes = [random_sae(d_in=gemma.source.d_model, seed=seed) for seed in (0, 1)]
     place = (HookPoint(layer, site),)
     found = effects([Passes(gemma)], windows, place, [place], saes, lambda tokens: None)
@@ -92,9 +90,7 @@ def test_effects_are_those_of_a_hook_in_float64(
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_the_gradient_is_that_of_plain_torch(
-    objective: str, gemma: LanguageModel, windows: list[TextWindow], small_blocks: None
-):
+def test_the_gradient_is_that_of_plain_torch(objective, gemma, windows, small_blocks):
     place = (HookPoint(2, "resid_post"),)
     clean = CleanPass(Passes(gemma), windows, place, place)
     y_hat = (clean.x + 0.3 * torch.randn_like(clean.x)).requires_grad_()

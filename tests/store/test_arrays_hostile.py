@@ -148,9 +148,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "write", "said"), CASES, ids=[*FILES, *HDF5])
-def test_files_that_claim_hide_or_lead_elsewhere_are_refused(
-    tmp_path, monkeypatch, name, write, said
-):
+def test_files_that_lie_or_lead_elsewhere_are_refused(tmp_path, monkeypatch, name, write, said):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     file = Path("a.h5" if name.endswith("h5") else name)  # some of HDF5's refer to themselves

@@ -13,13 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storing import (
-    change_listed,
-    collect,
-    listed_shards,
-    make_store,
-    memory_folder,
-)
+from storing import change_listed, collect, listed_shards, make_store, memory_folder
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from saecli.base.errors import StoreError
@@ -106,17 +100,11 @@ def document(tmp_path_factory):
     ("change", "said"),
     [
         ({"format_version": 5}, "expected format version 4 or older, got 5; upgrade saecli"),
-        (
-            {"format_version": 3},
-            "expected format version 4, got 3, of an older saecli",
-        ),
+        ({"format_version": 3}, "expected format version 4, got 3, of an older saecli"),
         ({"format_version": None}, "format_version: expected a valid integer, got None"),
         ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
         ({"d_in": 0}, "d_in: expected at least 1, got 0"),
-        (
-            {"chunk_rows": 10**30},
-            "chunk_rows: expected at most 1099511627776, got 10000",
-        ),
+        ({"chunk_rows": 10**30}, "chunk_rows: expected at most 1099511627776, got 10000"),
         ({"dtype": "float8"}, "dtype: expected 'float32', 'float16' or 'bfloat16', got 'float8'"),
         ({"shards": [{"file": "00000.h5"}]}, r"shards\.0\.rows: Field required"),
         ({"shard_count": -1}, "shard_count: expected at least 0, got -1"),
@@ -124,9 +112,7 @@ def document(tmp_path_factory):
         *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
     ],
 )
-def test_a_store_json_damaged_or_of_another_version_is_refused_by_name(
-    tmp_path, document, change, said
-):
+def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, change, said):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "store.json").write_text(
         change if isinstance(change, str) else json.dumps(document | change)

@@ -130,9 +130,7 @@ def test_a_change_to_a_batch_leaves_the_store_and_other_batches_alone(tmp_path, 
     ("batch_size", "largest", "unit", "windows"),
     [(60, 10**9, 8, 5), (250, 10**9, 8, 2), (250, 24_000, 4, 3)],
 )
-def test_windows_grow_with_the_batch_so_that_rows_are_read_in_runs(
-    rows, monkeypatch, batch_size, largest, unit, windows
-):
+def test_windows_grow_with_the_batch(rows, monkeypatch, batch_size, largest, unit, windows):
     """Rows of 12 bytes, units of at most 8; a window of 12,000 bytes has room for units of 2 at a batch of 250."""
     monkeypatch.setattr("saecli.store.split.UNIT_BYTES", 96)
     monkeypatch.setattr("saecli.store.split.WINDOW_BYTES", 12_000)

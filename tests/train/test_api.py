@@ -12,7 +12,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, fvu, make_run, make_store, random_sae, same, some_rows
+from homes import fvu, make_run, make_store, random_sae, same, some_rows
 from storing import make_store as make_documents
 
 import saecli
@@ -50,9 +50,7 @@ def test_32_latents_are_active_by_default_and_fewer_of_few(d_in: int, options: d
         pytest.param("sgd", "gated", {"target_l0": 4.0}, marks=pytest.mark.slow),
     ],
 )
-def test_thresholds_are_set_on_rows_that_were_not_fitted(
-    tmp_path: Path, solver: str, act: str, options: dict
-):
+def test_thresholds_are_set_on_rows_that_were_not_fitted(tmp_path, solver, act, options):
     make_store(tmp_path, "few", some_rows(1500, 24))
     store = saecli.open_store("few", home=tmp_path)
     sae = saecli.fit(
@@ -72,9 +70,7 @@ def test_thresholds_are_set_on_rows_that_were_not_fitted(
     ],
     ids=["batchtopk", "gated", "init"],
 )
-def test_held_out_rows_decide_nothing_where_documents_are_too_few_to_keep_any_out(
-    tmp_path: Path, options: dict
-):
+def test_held_out_rows_decide_nothing_where_documents_are_too_few(tmp_path: Path, options: dict):
     documents, fitted = np.repeat([0, 1], 300), []
     for name, changed in (("one", 1), ("other", 100)):
         rows = some_rows(600)
@@ -97,9 +93,7 @@ def test_held_out_rows_decide_nothing_where_documents_are_too_few_to_keep_any_ou
     ],
     ids=str,
 )
-def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(
-    sae: CommandLine, capsys, options: dict
-):
+def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(sae, capsys, options):
     make_store(sae.home, "rows", some_rows(1000))
     before = set(sae.home.rglob("*"))
     store = saecli.open_store("rows", home=sae.home)
@@ -195,9 +189,7 @@ def test_what_cannot_be_fitted_is_told_in_one_sentence(rows, options: dict, sent
 
 
 @pytest.mark.slow
-def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(
-    sae: CommandLine, tmp_path: Path, monkeypatch
-):
+def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae, tmp_path, monkeypatch):
     sae("extract --model tiny-gemma2 --rows 900 --layer 1 --layer 3 --name notes").succeeds()
     monkeypatch.setenv("SAE_HOME", str(sae.home))
     one, three = (saecli.open_store(f"notes-l{layer}-resid_post") for layer in (1, 3))
@@ -252,8 +244,7 @@ def test_import_is_light_and_every_name_is_there_and_typed():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [((), "missing a required argument"), ((5, "x", 7), "too many")],
+    ("arguments", "said"), [((), "missing a required argument"), ((5, "x", 7), "too many")]
 )
 def test_a_wrong_call_names_the_function(arguments: tuple[object, ...], said: str):
     with pytest.raises(TypeError, match=rf"steer\(\) .*{said}"):

@@ -4,7 +4,6 @@ import json
 import tomllib
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,9 +94,7 @@ def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
     ],
     ids=str,
 )
-def test_another_activation_begins_with_parameters_fitted_to_the_rows(
-    sae: CommandLine, old: Activation, words: str, parameters: set
-):
+def test_another_activation_begins_with_parameters_fitted_to_the_rows(sae, old, words, parameters):
     begin_with(sae, published(old))
     _, act, *l0 = words.split()
     still = train_on(sae, *words.split(), *STILL)
@@ -154,9 +151,7 @@ def test_k_of_its_own_yields_to_one_that_is_given_and_prefixes_are_kept(sae: Com
         assert (trained.activation.k, trained.prefixes) == (k, prefixes)
 
 
-def test_another_tools_folder_is_recorded_by_its_absolute_path(
-    sae: CommandLine, tmp_path: Path, monkeypatch
-):
+def test_another_tools_folder_is_recorded_by_its_absolute_path(sae, tmp_path, monkeypatch):
     make_store(sae.home, "rows", 30 * some_rows())
     save(SavedSAE(published(JumpRelu())), "saelens", tmp_path / "theirs")
     monkeypatch.chdir(tmp_path)
@@ -243,9 +238,7 @@ def test_only_latents_that_fire_on_no_row_are_revived_before_training():
 
 
 @pytest.mark.slow
-def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(
-    sae: CommandLine, monkeypatch, capsys
-):
+def test_an_sae_or_its_name_will_do_and_several_seeds_share_it(sae, monkeypatch, capsys):
     mine = random_sae(TopK(k=3))
     begin_with(sae, mine, some_rows(600))
     train_on(sae, "--epochs", "1", "--seed", "0", "--seed", "1", "--name", "run")

@@ -272,9 +272,7 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(
-    sae: CommandLine, solver: str
-):
+def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(sae, solver):
     quick = "--rows 1500 --site mlp_out --act topk --k 4 --d-sae 48 --name first --json".split()
     first = sae(*TRAIN, *quick, "--solver", solver).json
     assert (first["rows_train"], first["epochs"]) == (1500, 1) and first["rows_test"] > 50

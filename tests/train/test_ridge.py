@@ -72,9 +72,7 @@ def thinned(z: torch.Tensor, density: float) -> torch.Tensor:
 @weighted
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("skips", [False, True])
-def test_decoder_equals_stacked_least_squares(
-    kind, rows, prefixes, dtype, most, weights, directed, skips
-):
+def test_decoder_equals_stacked_lstsq(kind, rows, prefixes, dtype, most, weights, directed, skips):
     if skips and rows < F:
         rows += 4  # a skip takes some freedom
     z, y, direction, W_t, b_t = problem(rows, F, E)

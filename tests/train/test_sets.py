@@ -99,9 +99,7 @@ def test_each_transcoder_of_a_set_is_that_of_its_two_stores_alone(sae, home):
         ("m-l0-mlp_in", "none-*", "no activation store matches 'none-*'"),
     ],
 )
-def test_stores_that_are_no_pairs_are_refused_in_a_sentence(
-    sae, home, model, data, target, sentence
-):
+def test_stores_that_are_no_pairs_are_refused(sae, home, model, data, target, sentence):
     make_store(home, "bare", some_rows(100))
     options = {"dataset": str(home / "text.jsonl"), "context": LENGTH + 1, "dtype": "float32"}
     options |= {"layer": 0, "site": "mlp_out", "name": "fewer-l0", "rows": 90, "home": home}
@@ -173,9 +171,7 @@ def test_topk_names_its_k(sae, home, model, tmp_path):
         ("r-*", {"act": {1: TopK(k=3)}}, "layer 0 in activation, k"),
     ],
 )
-def test_what_is_no_set_is_refused_in_a_sentence_and_leaves_no_folder(
-    sae, home, model, tmp_path, runs, changes, sentence
-):
+def test_what_is_no_set_is_refused(sae, home, model, tmp_path, runs, changes, sentence):
     make_set(home, str(model), Relu(), **changes)
     sae("export", runs, "--to", "circuit-tracer", "--out", tmp_path / "out").fails(1, sentence)
     assert not (tmp_path / "out").exists()
@@ -189,9 +185,7 @@ def test_other_formats_have_one_sae_in_a_folder(sae, home, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_texts_of_a_set_are_where_circuit_tracer_looks_for_them(
-    sae, set_home, model, tmp_path
-):
+def test_a_sets_example_texts_are_where_circuit_tracer_looks(sae, set_home, model, tmp_path):
     sae("export", "t-*", "--to", "circuit-tracer", "--out", tmp_path / "set")
     script = Path(__file__).parents[2] / "examples" / "tracer_features.py"
     graphs = tmp_path / "graphs"

@@ -135,13 +135,7 @@ def test_a_decoder_is_solved_for_as_on_the_cpu(target: bool, run: Path, stores: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "tiny-gemma2"])
-def test_pages_are_those_of_the_cpu(
-    model: str | None,
-    run: Path,
-    stores: Stores,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_pages_are_those_of_the_cpu(model, run, stores, tmp_path, monkeypatch):
     # By itself a device takes the checkpoint's bfloat16, and the CPU float32.
     monkeypatch.setattr(ModelSource, "dtype_on", lambda *_: "float32")
 
@@ -171,9 +165,7 @@ def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: St
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measure", [saecli.evaluate, saecli.sparsity])
-def test_measuring_a_store_does_not_wait_per_batch(
-    run: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch, measure: Callable
-):
+def test_measuring_a_store_does_not_wait_per_batch(run, stores, monkeypatch, measure):
     counts = []
     for rows in (64, 16):
         monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
@@ -185,9 +177,7 @@ def test_measuring_a_store_does_not_wait_per_batch(
 
 @pytest.mark.parametrize("act", ["topk", "relu"])
 @pytest.mark.parametrize("solve", ["direct", pytest.param("iterative", marks=pytest.mark.slow)])
-def test_a_decoder_step_waits_a_few_times_whatever_its_rows(
-    solve: str, act: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_decoder_step_waits_a_few_times_whatever_its_rows(solve, act, monkeypatch):
     monkeypatch.setattr("saecli.train.rows.BLOCK_ROWS", 100)
     random, counts = np.random.default_rng(0), []
     options = {"d_sae": 24, "epochs": 1, "alpha": 1.0, "smoothing": 0, "solve": solve}
@@ -265,9 +255,7 @@ def test_a_device_resumes_what_began_from_an_sae() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 @pytest.mark.parametrize("act, options", ACTS, ids=str)
-def test_a_step_does_not_wait_for_the_device(
-    solver: str, act: str, options: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_does_not_wait_for_the_device(solver, act, options, monkeypatch):
     counts, descend = [], Solver.descend
 
     def counted(self, batch):

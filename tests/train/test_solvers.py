@@ -154,9 +154,7 @@ def test_proximal_terms_of_sgd_refer_to_the_start_of_the_epoch(data):
         (0.0, 1.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
     ],
 )
-def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(
-    rise: float, fall: float, expected: list
-):
+def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(rise, fall, expected):
     task = task_of(100, 10, 0.02, lr_warm_up=rise, lr_decay=fall)
     shares = [task.learning_rate(step) / 0.02 for step in range(10)]
     assert shares == pytest.approx(expected)

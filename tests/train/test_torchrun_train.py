@@ -81,8 +81,7 @@ def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant",
-    [*IN_CI, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)],
+    "variant", [*IN_CI, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 )
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     more = VARIANTS[variant]
@@ -152,9 +151,7 @@ def test_the_l0_asked_for_is_that_of_each_ranks_rows(sae: CommandLine, words: tu
     [(("--epochs", "6"), 6), (("--epochs", "1", "--checkpoint-every", "7", "--solver", "sgd"), 1)],
     ids=["after epochs", "within an epoch"],
 )
-def test_a_killed_training_goes_on_at_another_number_of_processes(
-    sae: CommandLine, more: tuple, epochs: int
-):
+def test_a_killed_training_goes_on_at_another_number_of_processes(sae, more, epochs):
     make_store(sae.home, "rows", some_rows())
     words = ("train", *COMMON, "--act", "topk", "--k", "3", *more)
     assert sae(*words, "--name", "whole").status == 0
@@ -233,9 +230,7 @@ def launcher(hosts: tuple[str, str], number: int, port: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_process_killed_on_one_host_ends_that_of_the_other(
-    sae: CommandLine, hosts: tuple[str, str]
-):
+def test_a_process_killed_on_one_host_ends_that_of_the_other(sae, hosts):
     make_store(sae.home, "rows", some_rows())
     both = ("--home", sae.home, "train", *COMMON, "--epochs", "300", "--name", "killed")
     with (

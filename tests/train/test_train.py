@@ -44,9 +44,7 @@ QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
         ),
     ],
 )
-def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
-    sae: CommandLine, words: str, said: str | None
-):
+def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(sae, words, said):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae(f"train {words}", *QUICK)
     if said is None:
@@ -104,9 +102,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "scale", "standardize", "none"])
 @pytest.mark.parametrize("act", ["topk", "matching-pursuit"])
-def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
-    sae: CommandLine, act: str, kind: str
-):
+def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae, act, kind):
     rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
     reads = np.linspace(0.5, 4, 8)
     make_store(sae.home, "rows", rows, reads=tuple(reads.tolist()))
@@ -277,9 +273,7 @@ def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, m
 
 
 @pytest.mark.long
-def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(
-    sae: CommandLine, tmp_path: Path
-):
+def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(sae, tmp_path):
     make_store(sae.home, "rows", some_rows(1000))
     own = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}
     own["PYTHONPATH"] = str(Path(saecli.__file__).parents[1])

@@ -56,9 +56,7 @@ def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae: CommandLine)
 
 @pytest.mark.parametrize("lr", ["1e18", "1e25", "1e30"])
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(
-    sae: CommandLine, solver: str, lr: str
-):
+def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae, solver, lr):
     make_store(sae.home, "rows", some_rows(1000))
     words = f"train --solver {solver} --batch-size 2000 --lr {lr} --epochs 9 --d-sae 24"
     assert "unexpected" not in sae(words).fails(1, "lower --lr").err
@@ -69,9 +67,7 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["relu", "jumprelu", "topk --k 4", "batchtopk --k 4"])
 @pytest.mark.parametrize("solver", ["sgd --lr 1e3", "pam-sgd --lr 1e4 --batch-size 8"])
-def test_a_run_that_diverges_without_overflow_leaves_no_folder(
-    sae: CommandLine, solver: str, act: str
-):
+def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae, solver, act):
     make_store(sae.home, "rows", some_rows(1000))
     said = "; lower --lr, or look at the data; the run stops at step "
     done = sae(f"train --d-sae 24 --epochs 3 --solver {solver} --act {act}")
@@ -82,9 +78,7 @@ def test_a_run_that_diverges_without_overflow_leaves_no_folder(
 @pytest.mark.slow
 # Seen over some steps, at the epoch's end, and at once.
 @pytest.mark.parametrize(("batch_size", "lr"), [(8, 1e3), (900, 1e3), (64, 1e30)])
-def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
-    sae: CommandLine, batch_size: int, lr: float
-):
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae, batch_size, lr):
     said = "training diverged: the train FVU is " if lr < 1e30 else "the loss became"
     make_store(sae.home, "rows", some_rows(1000))
     words = f"--solver sgd --epochs 2 --batch-size {batch_size} --d-sae 24 --lr 0.001".split()
@@ -178,9 +172,7 @@ def test_a_sweep_that_failed_whole_says_nothing_is_saved(sae: CommandLine):
 
 
 @pytest.mark.parametrize(("name", "resumes"), [(["--name", "sweep"], True), ([], False)])
-def test_a_stopped_sweep_says_how_it_goes_on(
-    sae: CommandLine, monkeypatch: pytest.MonkeyPatch, name: list[str], resumes: bool
-):
+def test_a_stopped_sweep_says_how_it_goes_on(sae, monkeypatch, name, resumes):
     make_store(sae.home, "rows", some_rows(1000))
 
     def stopped(*_: object, **__: object) -> None:

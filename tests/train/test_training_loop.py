@@ -150,9 +150,7 @@ def test_ctrl_c_at_the_end_of_a_stream_is_not_lost(consume: Callable[..., Any], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("solver", "act", "options"), CASES, ids=str)
-def test_resumed_is_bit_for_bit_uninterrupted(
-    solver: str, act: str, options: dict[str, Any], tmp_path: Path
-):
+def test_resumed_is_bit_for_bit_uninterrupted(solver, act, options, tmp_path):
     plan = plan_of(solver, act, options)
     record = Cut(tmp_path)
     first = start_training(plan, record)
@@ -174,9 +172,7 @@ def test_resumed_is_bit_for_bit_uninterrupted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-def test_a_command_killed_within_its_only_epoch_goes_on_from_a_checkpoint_there(
-    sae: CommandLine, solver: str
-):
+def test_a_command_killed_within_its_only_epoch_goes_on_from_a_checkpoint_there(sae, solver):
     make_store(sae.home, "rows", some_rows(4000))
     words = f"train --solver {solver} --act topk --k 2 --epochs 1".split()
     words += "--batch-size 32 --checkpoint-every 25".split()
@@ -216,9 +212,7 @@ def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(
-    sae: CommandLine, tmp_path: Path
-):
+def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(sae, tmp_path):
     make_store(sae.home, "rows", some_rows(600))
     make_run(sae.home, "old", random_sae(TopK(k=3)))
     words = "train --init old --solver sgd --epochs 1 --batch-size 64".split()

@@ -71,9 +71,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "solver", "act"), CASES)
-def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
-    sae, home, data, solver, act
-):
+def test_every_solver_and_activation_leaves_a_run_that_eval_confirms(sae, home, data, solver, act):
     k = ("--k", "4") if k_of(act) else ()
     stores = X_TO_Y if data == "x -> y" else ("--data", "x")
     document = sae("train", *stores, "--solver", *solver.split(), "--act", act, *k, *QUICK).json
