@@ -1,6 +1,7 @@
 """Reports opened in a browser; the fixtures `folders` and `open_page` are in `conftest`."""
 
 import importlib.util
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ needs_browser = [
     pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or ""),
 ]
 MANY = 4096
+TRIED, VERDICT = 17, "acts by itself when removed"
 SOURCE = "gemma-2-2b/20-gemmascope-res-16k"
 
 
@@ -91,7 +93,8 @@ def write_reports(folder: Path) -> dict[str, Path]:
     W_enc = torch.randn(D, MANY, generator=generator)
     tensors = (W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D))
     many = SAE(*tensors, TopK(k=32), prefixes=(64, MANY))
-    make_run(home, "many", many, data="texts")
+    run = make_run(home, "many", many, data="texts")
+    (run / "effects.json").write_text(json.dumps({"settings": "", "verdicts": {TRIED: VERDICT}}))
     report(home, "many", "--out", str(folder / "many"))
     W = torch.randn(20, 2 * D, generator=generator)
     W[:9, :D] = 0

@@ -21,6 +21,7 @@ endpoint.py      the server that it is behind
 labels.py        the file of labels; balanced accuracy
 read.py          the latents that fire on a text
 steer.py         text generated with latents changed
+verdicts.py      `effects.json`: outcomes of `sae effects`, and verdicts
 effects.py       what latents do to predictions beside changes of the same norm: intervals, p, verdicts
 trials.py        the changes: where, by which vectors, and their outcomes
 latents.py       examples, histograms and partners of latents, in one pass

@@ -169,13 +169,14 @@ def effects(
     from ..model.saes import open_sae
     from ..splice.placement import model_of
     from ..train.start import fingerprint
-    from .effects import EFFECTS, effects_lines, measured_outcomes
+    from .effects import effects_lines, measured_outcomes
     from .explain import own_folder
     from .labels import shown_labels
     from .latents import latents_given
     from .measured import ChosenRows
     from .steer import steerable
     from .trials import Trials
+    from .verdicts import EFFECTS, add_verdicts
 
     listener, at = listening(progress), Home.at(home)
     given = at_commit(model_given(model, tokenizer))
@@ -191,6 +192,9 @@ def effects(
     used = (source.spec, changed.written, run.stores.hash, fingerprint(saved.sae), documents)
     outcomes = measured_outcomes(trials, tried, documents, " ".join(map(str, used)), path, listener)
     labels = shown_labels(subject.folder, saved.sae.d_sae)
+    lines = effects_lines(trials, tried, outcomes, labels, fdr)
+    if path is not None:
+        add_verdicts(path, {line["latent"]: line["verdict"] for line in lines})
     return {
         "run": subject.name,
         "data": run.rows.name,
@@ -199,5 +203,5 @@ def effects(
         "effects": path and str(path),
         "documents": documents,
         "fdr": fdr,
-        "latents": effects_lines(trials, tried, outcomes, labels, fdr),
+        "latents": lines,
     }

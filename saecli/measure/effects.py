@@ -23,7 +23,7 @@ Shapes: L latents, n documents of each, C changes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,14 @@ from scipy.stats import bootstrap, false_discovery_control
 from scipy.stats import t as student
 
 from ..base.console import Listener
-from ..base.documents import read_json
-from ..base.errors import ConfigError, FormatError
+from ..base.errors import ConfigError
 from ..base.files import write_json
 from ..base.words import counted
 from ..model.tokenizer import TokenTexts
 from .trials import CHANGES, DIRECTIONS, DOSES, DRAWN, FLOORS, OWN, SIGNS, Trials
 from .two_samples import Values
+from .verdicts import Outcomes, read_outcomes
 
-EFFECTS = "effects.json"
 BLOCK = 50  # latents that share passes, between writes of the file
 LEAST_KL, ROUNDING = 1e-4, 1e-7  # nats: measurable, and in float32
 RESAMPLES, RESAMPLING_SEED = 2000, 0
@@ -48,14 +47,6 @@ FLIPS, FLIPPING_SEED = 20_000, 0
 KL_FLOORS = (*DRAWN, "error")
 ACTS, ALIKE = "acts by itself", "acts like any direction of its norm"
 NOTHING = "does nothing measurable"
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """`effects.json`: KL and rise of promoted tokens by latent, (2, 2, C, n), and what they are of."""
-
-    settings: str
-    latents: dict[int, list[list[list[list[float]]]]] = field(default_factory=dict)
 
 
 def measured_outcomes(
@@ -67,13 +58,9 @@ def measured_outcomes(
     listener: Listener,
 ) -> Values:
     """(L, 2, 2, C, n); latents in the file at `path`, if it has the same settings, are not measured again."""
-    outcomes = Outcomes(settings)
-    if path is not None and path.is_file():
-        try:
-            kept = read_json(path, Outcomes)
-        except (OSError, ValueError) as error:
-            raise FormatError(f"cannot read {path}: {error}; remove it to measure anew") from error
-        outcomes = kept if kept.settings == settings else outcomes
+    outcomes = None if path is None else read_outcomes(path)
+    if outcomes is None or outcomes.settings != settings:
+        outcomes = Outcomes(settings)
     missing = [latent for latent in latents if latent not in outcomes.latents]
     rows = [trials.rows_of(latent, documents) for latent in missing]
     fewest = min((at.shape[1] for at in rows), default=documents)

@@ -24,6 +24,7 @@ from .labels import LABELS, Label, Labels, add_labels, derange, others_labels, r
 from .measured import Measured
 from .probes import means_and_intervals
 from .rules import CorpusTokens, Rule, choose_rules, score
+from .verdicts import shown_verdicts
 
 RULE_SCORES = ("texts", "tokens")
 Scores = dict[str, float | None]
@@ -36,7 +37,7 @@ def take_labels(subject: Subject, labels: Path, path: Path, d_sae: int) -> dict[
         "run": subject.name,
         "data": None,
         "labels": str(path),
-        "latents": [_line(latent, None, everything) for latent in sorted(given)],
+        "latents": _lines(subject, dict.fromkeys(sorted(given)), everything),
         "scores": [],
     }
 
@@ -75,9 +76,7 @@ def label_latents(
         "run": run.subject.name,
         "data": run.rows.name,
         "labels": str(path),
-        "latents": [
-            _line(latent, frequency, everything) for latent, frequency in frequencies.items()
-        ],
+        "latents": _lines(run.subject, frequencies, everything),
         "scores": [_means("rule", scores), _means("rule, shuffled", floor)],
         **by_judge,
     }
@@ -157,10 +156,16 @@ def texts_of(run: Measured) -> TokenTexts:
     return TokenTexts(load_tokenizer(find_model(str(model))))
 
 
-def _line(latent: int, frequency: float | None, labels: Labels) -> dict[str, Any]:
-    of_latent = labels.get(latent, {})
-    kinds = {str(kind): asdict(label) for kind, label in of_latent.items()}
-    return {"latent": latent, "frequency": frequency, "label": shown(of_latent), **kinds}
+def _lines(
+    subject: Subject, frequencies: Mapping[int, float | None], labels: Labels
+) -> list[dict[str, Any]]:
+    verdicts, lines = shown_verdicts(subject.folder), []
+    for latent, frequency in frequencies.items():
+        of_latent = labels.get(latent, {})
+        line = {"latent": latent, "frequency": frequency, "label": shown(of_latent)}
+        kinds = {str(kind): asdict(label) for kind, label in of_latent.items()}
+        lines.append(line | {"verdict": verdicts.get(latent)} | kinds)
+    return lines
 
 
 def _means(

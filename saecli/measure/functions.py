@@ -159,8 +159,8 @@ def read(
         special, its role in a chat, and its `top` strongest latents with codes. `latents`, the strongest first, each
         with its largest `code`, `position` and `token` there, the number of tokens that it `fires_on`, its `codes` at
         these `positions`, `frequency` on `store_rows` rows of the store of its training, None without that, and `label`
-        in the run's `labels.json`, if any. With `compare` its `tokens`, and `latents` by `difference`, the largest code
-        `here` less the largest `there`, in the other text. With `why` its `value`,
+        and `verdict` in the run's `labels.json` and `effects.json`, if any. With `compare` its `tokens`, and `latents`
+        by `difference`, the largest code `here` less the largest `there`, in the other text. With `why` its `value`,
         log p(why) [- log p(against)] after the token at `position`; how much is `attributed` to latents, error and the
         rest; and its change without each of `latents` and other parts (`removed`), `predicted` and `measured`. All
         latents then have an `attribution`, and `attributions` at their positions.
@@ -170,9 +170,8 @@ def read(
     from ..model.saes import open_sae
     from ..splice.placement import model_of, placement
     from .attribution import Metric, demand_asked
-    from .labels import shown_labels
     from .latents import latents_given
-    from .read import Reader, reading_document, store_frequencies
+    from .read import Known, Reader, reading_document
 
     texts = {"the text": text} | ({} if compare is None else {"--compare": compare})
     for name, words in texts.items():
@@ -186,7 +185,7 @@ def read(
     described: list[int] | Literal["listed"] | None = "listed"
     if not isinstance(latents, str):
         described = latents_given(latents, sae_at.sae.d_sae, sae_at.name)
-    labels = shown_labels(opened[0].folder, sae_at.sae.d_sae)
+    known = Known.of(at, opened, device)
     source = model_of([sae_at], model, listener, tokenizer=tokenizer)
     asked = why is not None
     last = None if asked else last_layer(sae_at.reads)
@@ -198,10 +197,7 @@ def read(
         metric = Metric.of(loaded, why, against)
         chosen = None if described == "listed" else described
         attribution = reader.attribution(readings[0], metric, steps, chosen, top, listener)
-    firing = store_frequencies(at, opened, device)
-    return reading_document(
-        sae_at, source.name, readings, described, top, firing, labels, attribution
-    )
+    return reading_document(sae_at, source.name, readings, described, top, known, attribution)
 
 
 @checked

@@ -35,7 +35,9 @@ from ..splice.placement import Placement
 from ..store.values import TextWindow
 from .arguments import Messages
 from .attribution import Attribution, Metric, SplicedText
+from .labels import shown_labels
 from .measured import at_tokens, codes_of, own_codes
+from .verdicts import shown_verdicts
 
 CONTEXT = 4096  # most tokens of a window
 FREQUENCY_ROWS, SAMPLED_PRODUCTS = 1 << 15, 1 << 34  # of the store: under a second on one core
@@ -181,14 +183,35 @@ def _ordered(sizes: np.ndarray, chosen: list[int] | None, top: int) -> list[int]
     return ordered[:top] if chosen is None else ordered
 
 
-def store_frequencies(home: Home, opened: tuple[Subject, SavedSAE], device: str) -> Firing:
-    """How often latents fire on the store of training; no rows where that is not here."""
-    counts = Firing(opened[1].sae.d_sae, device=device_named(device))
-    for codes in own_codes(
-        home, opened, device, FREQUENCY_ROWS, SAMPLED_PRODUCTS, SAMPLE_WINDOW_BYTES
-    ):
-        counts.update(codes)
-    return counts
+@dataclass(frozen=True)
+class Known:
+    """What is known of latents apart from a text."""
+
+    rows: int | None  # of the store of training; None where that is not here
+    frequencies: list[float] | None  # on these rows
+    labels: Mapping[int, str]
+    verdicts: Mapping[int, str]
+
+    @classmethod
+    def of(cls, home: Home, opened: tuple[Subject, SavedSAE], device: str) -> "Known":
+        folder, d_sae = opened[0].folder, opened[1].sae.d_sae
+        labels, verdicts = shown_labels(folder, d_sae), shown_verdicts(folder)
+        counts = Firing(d_sae, device=device_named(device))
+        for codes in own_codes(
+            home, opened, device, FREQUENCY_ROWS, SAMPLED_PRODUCTS, SAMPLE_WINDOW_BYTES
+        ):
+            counts.update(codes)
+        if not counts.rows:
+            return cls(None, None, labels, verdicts)
+        return cls(counts.rows, counts.frequency.tolist(), labels, verdicts)
+
+    def latent(self, latent: int) -> dict[str, Any]:
+        return {
+            "latent": latent,
+            "label": self.labels.get(latent),
+            "verdict": self.verdicts.get(latent),
+            "frequency": None if self.frequencies is None else self.frequencies[latent],
+        }
 
 
 def reading_document(
@@ -197,22 +220,16 @@ def reading_document(
     readings: Sequence[Reading],
     described: list[int] | Literal["listed"] | None,
     top: int,
-    firing: Firing,
-    labels: Mapping[int, str],
+    known: Known,
     attribution: Attribution | None = None,
 ) -> dict[str, Any]:
     lines = [reading.lines(top) for reading in readings]
     if described == "listed":
         listed = [of_token["latent"] for line in chain(*lines) for of_token in line["latents"]]
         described = sorted(set(listed))
-    frequencies = firing.frequency.tolist() if firing.rows else None
-
-    def known(latent: int) -> dict[str, Any]:
-        frequency = None if frequencies is None else frequencies[latent]
-        return {"latent": latent, "label": labels.get(latent), "frequency": frequency}
 
     def in_text(latent: int) -> dict[str, Any]:
-        values = known(latent) | here.latent(latent)
+        values = known.latent(latent) | here.latent(latent)
         if attribution is None:
             return values
         return values | attribution.latent(latent, values["positions"])
@@ -220,7 +237,9 @@ def reading_document(
     here, compare, why = readings[0], None, None
     for there in readings[1:]:
         differing = _ordered(abs(here.largest - there.largest), described, top)
-        differences = [known(latent) | here.difference(there, latent) for latent in differing]
+        differences = [
+            known.latent(latent) | here.difference(there, latent) for latent in differing
+        ]
         compare = {"tokens": lines[1], "latents": differences}
     if attribution is not None:
         for line, value in zip(lines[0], attribution.by_token.sum(axis=1).tolist(), strict=True):
@@ -234,7 +253,7 @@ def reading_document(
         "run": sae_at.name,
         "model": model,
         **({"inputs": points} if len(points) > 1 else points[0]),
-        "store_rows": firing.rows or None,
+        "store_rows": known.rows,
         "tokens": lines[0],
         "latents": [in_text(latent) for latent in strongest],
         "compare": compare,

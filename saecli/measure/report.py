@@ -23,6 +23,7 @@ from .hook_points import hook_points_document
 from .labels import shown_labels
 from .latents import Examples, LatentSurvey, at_random, row_blocks, survey_latents
 from .measured import Measured, held_out
+from .verdicts import shown_verdicts
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
     from ..model.source import ModelSource
@@ -60,6 +61,7 @@ class LatentReport:
     places: dict[str, Any]  # `hook_points_document`
     measures: dict[str, Any]  # as of `evaluate`
     labels: dict[int, str]
+    verdicts: dict[int, str]  # of `sae effects`
     logged: list[dict[str, Any]]  # lines of the run's `metrics.jsonl`
     notes: list[str]  # sentences on missing parts and doubtful measures
 
@@ -104,6 +106,7 @@ def report_latents(
         places=places,
         measures=measures,
         labels=shown_labels(folder, d_sae),
+        verdicts=shown_verdicts(folder),
         logged=read_metrics(folder) if folder else [],
         notes=notes,
     )

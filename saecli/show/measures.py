@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows
 REFITTED = ("fvu", "metric_fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
 PICTURED_ROWS = 200  # whose codes `sae sparsity --plot` draws
 LATENTS_LISTED = 12
+VERDICT, UNTRIED = "in the model", "-"  # the column of verdicts by `sae effects`
 CHANGED = ("removed", "added")  # latents, by `sae effects`
 SETS_LISTED = 20
 MATCH_WORDS = {"decoder": "|cosine| of decoder vectors", "codes": "correlation of codes"}
@@ -159,6 +161,18 @@ def extremes(run: JsonObject) -> str:
 
 def labelled(latent: int | str, label: str | None) -> str:
     return str(latent) if label is None else f"{latent} {label}"
+
+
+def verdict_words(verdict: str | None) -> str:
+    """A verdict of `sae effects` in a table."""
+    return UNTRIED if verdict is None else verdict.removesuffix(" of its norm")
+
+
+def unless_untried(heads: list[str], rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """A table whose last column are verdicts, without it if no latent was tried."""
+    if any(row[-1] != UNTRIED for row in rows):
+        return heads, rows
+    return heads[:-1], [row[:-1] for row in rows]
 
 
 def _after_colon(label: str | None) -> str:
@@ -338,8 +352,7 @@ def effects_tables(document: JsonObject, top: int) -> list[RenderableType]:
                 "{ratio:.2f} [{ratio_low:.2f},{ratio_high:.2f}]".format(**each) for each in over
             ]
             latent = labelled(line["latent"], line["label"])
-            verdict = line["verdict"].partition(" of its norm")[0]
-            tested = [f"{measures['q']:.4f}", verdict]
+            tested = [f"{measures['q']:.4f}", verdict_words(line["verdict"])]
             promoted = [f"{measures['promoted']:+.3f}", f"{measures['promoted_q']:.4f}"]
             rows.append([f"{latent}, {name}", measures["kl"], *ratios, *tested, *promoted])
     layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
@@ -441,7 +454,8 @@ def explanation_tables(document: JsonObject, top: int) -> list[RenderableType]:
         label = line.get(kind, {"label": None, "scores": {}})
         scores = [label["scores"].get(name) for name in measures]
         frequency = line["frequency"] and f"{line['frequency']:.2%}"
-        rows.append([str(line["latent"]), label["label"], frequency, *scores])
+        verdict = verdict_words(line["verdict"])
+        rows.append([str(line["latent"]), label["label"], frequency, *scores, verdict])
     title = f"{document['run']}: labels"
     if means:
         title += f" by rules, with balanced accuracies on held-out excerpts of {document['data']}"
@@ -450,7 +464,8 @@ def explanation_tables(document: JsonObject, top: int) -> list[RenderableType]:
         f"{counted(len(latents), 'latent')} in {document['labels']}; {unclear:,} of them without a label above "
         "chance, which come last and other commands do not show"
     )
-    shown = [table(title, ["latent", "label", "fires on", *measures], rows), note]
+    heads = ["latent", "label", "fires on", *measures, VERDICT]
+    shown = [table(title, *unless_untried(heads, rows)), note]
     if means:
         shown.append(_means_table(means, measures))
     if document.get("judged"):

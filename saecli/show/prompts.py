@@ -14,7 +14,7 @@ from rich.text import Text
 from ..base.files import appearing_whole
 from ..base.words import counted, number, printable
 from ..store.origin import point_words, without_folders
-from .measures import labelled
+from .measures import UNTRIED, VERDICT, labelled, unless_untried, verdict_words
 from .report import page_of
 from .tables import JsonObject, table
 
@@ -43,10 +43,11 @@ def prompt_tables(document: JsonObject) -> list[RenderableType]:
     cells = []
     for latent in (part or document)["latents"]:
         name = labelled(latent["latent"], latent["label"])
-        cells.append([name, *_cells(latent), _percent(latent["frequency"], rows)])
+        frequency = _percent(latent["frequency"], rows)
+        cells.append([name, *_cells(latent), frequency, verdict_words(latent["verdict"])])
     in_store = "in the store" if rows is None else f"in {rows:,} rows of the store"
-    heads = ["latent", *heads, in_store]
-    return [_heading(document), *lines, "", table(title, heads, cells)]
+    heads = ["latent", *heads, in_store, VERDICT]
+    return [_heading(document), *lines, "", table(title, *unless_untried(heads, cells))]
 
 
 def _cells(latent: JsonObject) -> list[Any]:
@@ -118,21 +119,22 @@ def why_tables(document: JsonObject) -> list[RenderableType]:
     for latent in why["latents"]:
         name = labelled(latent["latent"], latent["label"])
         frequency = _percent(latent["frequency"], document["store_rows"])
+        verdict = verdict_words(latent["verdict"])
         changes = [latent["predicted"], latent["measured"]]
-        lines.append([name, *changes, _most_at(latent, tokens), frequency])
+        lines.append([name, *changes, _most_at(latent, tokens), frequency, verdict])
     names = {"together": f"these {len(lines)} together", "all": "all latents"}
     for name, part in why["removed"].items():
         changes = [part["predicted"], part["measured"]]
-        lines.append([names.get(name, "reconstruction error"), *changes, "-", "-"])
+        lines.append([names.get(name, "reconstruction error"), *changes, "-", "-", UNTRIED])
     title = f"its change without a latent: predicted ({counted(why['steps'], 'step')}), and measured by removal"
-    heads = ["removed", "predicted", "measured", "most at", "in the store"]
+    heads = ["removed", "predicted", "measured", "most at", "in the store", VERDICT]
     return [
         _heading(document),
         Text(_attributed(why, tokens)),
         Text("\nattributed to all latents, by token:"),
         ColouredText(tokens, values, largest),
         "",
-        table(title, heads, lines),
+        table(title, *unless_untried(heads, lines)),
     ]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from homes import CommandLine, crosscoder_of, make_run, steerable, with_origin
 from plain_hooks import blocks, log_p_with
+from reports import index_of
 from scipy.stats import false_discovery_control
 from scipy.stats import t as student
 from tiny_models import WIDTH, random_letters, save_model
@@ -221,6 +222,29 @@ def test_measured_latents_are_kept_and_others_added(run: CommandLine):
     assert "0 measured already" in other.err and [*json.loads(path.read_text())["latents"]] == ["4"]
     path.write_text('{"settings": 1}')
     run("effects run --latent 4").fails_in_one_sentence(1, "cannot read", "remove it to measure")
+
+
+@pytest.mark.slow
+def test_verdicts_are_shown_by_read_explain_and_report(run: CommandLine, tmp_path: Path):
+    words = ("read", "run", "--prompt", "Return the number")
+    assert {each["verdict"] for each in run(*words, "--json").json["latents"]} == {None}
+    assert "in the model" not in run(*words).out
+    first = run("effects run --top-k 40 --documents 4 --json").json["latents"]
+    second = run("effects run --latent 9 --latent 11 --documents 4 --json").json["latents"]
+    verdicts = {line["latent"]: line["verdict"] for line in [*first, *second]}
+    kept = json.loads((run.home / "runs/run/effects.json").read_text())["verdicts"]
+    assert {int(latent): verdict for latent, verdict in kept.items()} == verdicts
+    read = run(*words, "--json").json["latents"]
+    found = [line["verdict"] for line in read]
+    assert found == [verdicts.get(line["latent"]) for line in read] and ALIKE in found
+    assert "in the model" in run(*words).out
+    lines = run("explain run --json").json["latents"]
+    assert all(line["verdict"] == verdicts.get(line["latent"]) for line in lines)
+    assert "acts like any direction" in run("explain run --top 48").out
+    assert "in the model" in run(*words, "--why", " of", "--top", "3").out
+    run("report run --out", tmp_path / "pages").succeeds()
+    latents = index_of(tmp_path / "pages")["latents"]
+    assert latents["verdict"] == [verdicts.get(latent) for latent in range(F)]
 
 
 def test_what_cannot_be_tried_is_refused_in_a_sentence(run: CommandLine, home: Path):

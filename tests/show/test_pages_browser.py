@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from homes import steerable
-from opened_pages import SOURCE, interesting, needs_browser
+from opened_pages import SOURCE, TRIED, VERDICT, interesting, needs_browser
 from reports import NASTY, index_of
 
 import saecli
@@ -99,6 +99,16 @@ def test_columns_sort_all_latents_both_ways(open_page: Any, column: int, name: s
     assert int(opened.rows()[-1][0]) == order[-1]
     opened.page.click("[aria-label='previous page']")
     assert len(opened.rows()) == 50
+
+
+def test_verdicts_are_a_column_that_is_searched_and_a_line_of_a_latents_page(open_page: Any):
+    opened = open_page("many")
+    opened.page.fill("#search", VERDICT)
+    ((latent, *cells),) = opened.rows()
+    assert latent == str(TRIED) and VERDICT in cells
+    opened.page.click(f"tbody a >> text='{TRIED}'")
+    opened.page.wait_for_selector(f".tiles .class >> text='{VERDICT}'")
+    assert opened.said == []
 
 
 def test_everything_can_be_done_with_the_keyboard(open_page: Any):

@@ -131,8 +131,9 @@ def overview(report: LatentReport, pages: "LatentPages", neuronpedia: str | None
         "largest": rounded(survey.magnitudes.largest),
         **pages.columns(),
     }
-    if report.labels:
-        latents["label"] = [report.labels.get(latent) for latent in range(d_sae)]
+    for name, of_latents in (("label", report.labels), ("verdict", report.verdicts)):
+        if of_latents:
+            latents[name] = [of_latents.get(latent) for latent in range(d_sae)]
     return {
         "heading": _heading(report.run, neuronpedia),
         "measures": report.measures,

@@ -54,6 +54,7 @@ function latentPage(data, latent, content) {
   const figures = [["fires on", percent(share)], ["rows", number(Math.round(share * data.firing.rows))],
     ["mean", number(latents.mean[latent])], ["largest", number(largest)]];
   if (latents.classes) figures.push(["class", latents.classes[latents.class[latent]]]);
+  if (latents.verdict?.[latent]) figures.push(["in the model", latents.verdict[latent]]);
   for (const [name, share, scaling] of page.places ?? []) {
     figures.push([`share at ${name}`, share.toFixed(3)]);
     if (scaling !== null) figures.push([`scaling at ${name}`, scaling.toFixed(3)]);
@@ -67,7 +68,7 @@ function latentPage(data, latent, content) {
   const scale = Math.max(...outputs, 1e-12);
   return h("div", { class: "two" },
     h("div", { class: "side" }, h("dl", { class: "tiles" }, figures.map(([name, value]) => h("div", {
-      class: name === "class" ? "class" : null }, h("dt", {}, name), h("dd", {}, value)))), histogram,
+      class: ["class", "in the model"].includes(name) ? "class" : null }, h("dt", {}, name), h("dd", {}, value)))), histogram,
     page.promoted ? [logitHistogram(page), h("div", { class: "pair" }, tokenList("Promotes", page.promoted, scale, "up"),
       tokenList("Suppresses", page.suppressed, scale, "down"))] : null),
     textsOf(page, content.strings, largest),

@@ -44,6 +44,8 @@ function latentTable(data) {
     columns.push({ name: "label", key: (latent) => label(latent)?.toLowerCase() ?? null, first: 1, text: true,
       show: (latent) => readable(label(latent) ?? "") });
   }
+  const verdict = (latent) => latents.verdict?.[latent] ?? null;
+  if (latents.verdict) columns.push({ name: "in the model", key: verdict, show: verdict, first: 1, text: true });
   const words = (column) => (latent) => (of(column)(latent) ?? []).join("\u0000").trim().toLowerCase() || null;
   if (latents.tokens) columns.push({ name: "strongest at", key: words("tokens"), show: textCell, first: 1, text: true });
   if (latents.promoted) {
@@ -51,7 +53,7 @@ function latentTable(data) {
       wide: !!latents.tokens });
   }
 
-  const searched = Array.from({ length: total }, (_, latent) => [label(latent) ?? "", ...(of("tokens")(latent) ?? []),
+  const searched = Array.from({ length: total }, (_, latent) => [label(latent) ?? "", verdict(latent) ?? "", ...(of("tokens")(latent) ?? []),
     (of("snippets")(latent) ?? []).join(""), ...(of("promoted")(latent) ?? [])].join("\n").toLowerCase());
   const kinds = {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
