@@ -46,7 +46,7 @@ from saecli.sae.formats import common
 from saecli.sae.formats.circuit_tracer import CONFIG, demand_set, in_common
 from saecli.sae.metrics import Reconstruction
 from saecli.splice.placement import placement
-from saecli.store.joined import Joined
+from saecli.store.opening import Joined
 from saecli.store.reader import RowSource
 
 BLOCK_ROWS = 2048

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from saecli.base.options import arguments_of
-from saecli.measure.endpoint import Server
 from saecli.measure.functions import explain
+from saecli.measure.judge import Server
 
 MODEL = "judge-1"
 Failure = tuple[int, str]  # status (0: dropped), body

@@ -18,7 +18,7 @@ from saecli.train.ridge import (
     Terms,
     optimal_decoder,
 )
-from saecli.train.ridge.alpha import press_of
+from saecli.train.ridge.decoder import press_of
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0)}  # alpha, beta, mu, nu

@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram, cells_of
-from saecli.geometry.plane import PlaneCells, plane_cells
+from saecli.geometry.geometry import PlaneCells, plane_cells
 from saecli.geometry.references import LocalPCA, fvu, kmeans
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.geometry.plane import Bounds, PlaneCells
+from saecli.geometry.geometry import Bounds, PlaneCells
 
 PIXELS = 600
 

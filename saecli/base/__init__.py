@@ -2,9 +2,8 @@
 
 console.py     tables or JSON on stdout, notes and progress on stderr
 devices.py     torch devices, and the precision of products
-documents.py   JSON documents, checked against types
 errors.py      the tree of errors
-files.py       files and folders written atomically
+files.py       files and folders written atomically; JSON, checked against types
 home.py        the home folder: stores and runs by name
 machine.py     memory; errors of full memory and full disks
 network.py     whether the hub and other endpoints can be reached

@@ -11,9 +11,8 @@ from fnmatch import filter as matches_of
 from pathlib import Path
 from typing import ClassVar, Self
 
-from .documents import Marker, read_json
 from .errors import ConfigError, RunError, SaeError, StoreError
-from .files import expanded
+from .files import Marker, expanded, read_json
 from .words import did_you_mean
 
 STORE_MARKER = "store.json"

@@ -19,8 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-from .documents import expectation
 from .errors import ConfigError
+from .files import expectation
 from .words import did_you_mean, flag_of, unknown_choice
 
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch and HDF5 index with it

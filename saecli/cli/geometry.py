@@ -60,7 +60,7 @@ def command(
     for run in measured:
         check_cells(run.sae.activation)
     if plot is not None:
-        from ..geometry.plane import rows_of_slice
+        from ..geometry.geometry import rows_of_slice
         from ..show.geometry import draw_geometry  # matplotlib takes a second
 
         marked = rows_of_slice(measured[0].of_store, corners or PRINCIPAL)

@@ -85,7 +85,7 @@ def _given(prompt: str | None, text: Path | None, chat: Path | None) -> Any:
 
 
 def _file(text: Path | None, chat: Path | None) -> Any:
-    from ..base.documents import read_json
+    from ..base.files import read_json
 
     try:
         if text is not None:

@@ -41,8 +41,8 @@ from .extract import Places
 from .options import Given, Json, Session, configured, start
 
 if TYPE_CHECKING:
-    from ..extract.streaming import Streamed
-    from ..store.joined import Joined
+    from ..extract.extraction import Streamed
+    from ..store.opening import Joined
     from ..train.fit import RowsOf
     from ..train.jobs import Job
 
@@ -245,7 +245,7 @@ def _draw_curves(folders: Sequence[Path]) -> None:
 
 def _stores_of_each(session: Session) -> list[tuple[Sequence[str], str | None]]:
     """For each training the names of its stores, and of its target."""
-    from ..store.joined import paired
+    from ..store.opening import paired
 
     data, target = session.options["data"] or [], session.options["target"]
     if not session.options["each"] or session.options["model"]:
@@ -270,7 +270,7 @@ def _rows(
 ) -> tuple[Joined | Streamed, RowsOf]:
     """The stores of these names, inputs and target, or a model, stopped when `claims` closes, and the parts of their
     rows; `from_sae` if training begins from an SAE."""
-    from ..store.joined import open_joined
+    from ..store.opening import open_joined
     from ..train.plan import split_rows
 
     processes, values = communicator(), options[0].values
@@ -306,8 +306,8 @@ def _rows(
 def _rows_of_model(
     session: Session, options: Mapping[str, Any], claims: ExitStack, from_sae: bool
 ) -> tuple[Streamed, RowsOf]:
+    from ..extract.extraction import open_stream
     from ..extract.plan import Selection
-    from ..extract.streaming import open_stream
     from ..train.live import LiveRows
     from ..train.plan import SplitRows
     from ..train.rows import SAMPLED_ROWS

@@ -19,8 +19,7 @@ import numpy as np
 from ..base.errors import ConfigError
 from ..model.tokenizer import affixes, special_ids, text_ids
 from ..store.blocks import Windows
-from .chats import ASSISTANT, Conversation
-from .texts import Document, Mark
+from .texts import ASSISTANT, Conversation, Document, Mark
 
 BLOCK_TOKENS = 1 << 14  # of a block, about
 SPARE_ROWS = 2_048  # of a block that makes up for rows that were not stored
@@ -53,8 +52,6 @@ class Cursor(NamedTuple):
 
 
 START = Cursor()
-
-
 TOKEN = np.dtype(
     [
         ("token_id", np.int64),

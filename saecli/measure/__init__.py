@@ -16,8 +16,7 @@ controls.py      baselines: the training with one ingredient removed
 explain.py       labels of latents, with scores
 excerpts.py      texts on which latents fire, and others
 rules.py         labels by rules on tokens
-judge.py         labels and scores by a language model
-endpoint.py      the server that it is behind
+judge.py         labels and scores by a language model behind a server
 labels.py        the file of labels; balanced accuracy
 read.py          the latents that fire on a text
 steer.py         text generated with latents changed

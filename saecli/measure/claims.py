@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from ..base.console import listening
-from ..base.documents import NonzeroFraction
 from ..base.errors import ConfigError
+from ..base.files import NonzeroFraction
 from ..base.home import Home
 from ..base.options import Count, Shown, checked
 from ..store.origin import last_layer, place_given

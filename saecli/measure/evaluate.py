@@ -18,7 +18,7 @@ from ..model.windows import stored_windows
 from ..sae.codes import Codes, SparseCodes
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..splice.placement import placement
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.origin import HookPoint
 from ..store.reader import Rows
 from ..train.plan import few_documents

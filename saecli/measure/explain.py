@@ -17,9 +17,8 @@ from ..model.source import find_model
 from ..model.tokenizer import TokenTexts
 from ..sae.library import SAELike, Subject
 from ..sae.metrics import DENSE_FREQUENCY
-from .endpoint import ANSWERS, Endpoint, Server
 from .excerpts import Corpus, LatentExcerpts, excerpts_of, gather
-from .judge import ANSWER_COUNTS, JUDGED_LABELS, JUDGED_SCORES, judge
+from .judge import ANSWER_COUNTS, ANSWERS, JUDGED_LABELS, JUDGED_SCORES, Endpoint, Server, judge
 from .labels import LABELS, Label, Labels, add_labels, derange, others_labels, read_labels, shown
 from .measured import Measured
 from .probes import means_and_intervals

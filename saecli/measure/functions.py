@@ -416,8 +416,8 @@ def explain(
         means as in `scores`.
     """
     from ..model.saes import open_sae
-    from .endpoint import Server
     from .explain import file_of_labels, label_latents, take_labels
+    from .judge import Server
     from .latents import latents_given
     from .measured import ChosenRows
 

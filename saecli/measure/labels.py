@@ -16,9 +16,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from ..base.documents import parse_json, read_json
 from ..base.errors import FormatError, one_line
-from ..base.files import to_json, write_json
+from ..base.files import parse_json, read_json, to_json, write_json
 from ..extract.readers import json_entries
 
 OfLatent = TypeVar("OfLatent")

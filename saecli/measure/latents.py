@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from ..base.errors import ConfigError, MachineError
 from ..base.machine import available_memory
 from ..base.words import counted, size_words
-from ..extract.chats import ROLES
+from ..extract.texts import ROLES
 from ..sae.codes import Codes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing

@@ -24,7 +24,7 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, note_if_remade
-from ..store.joined import Joined, open_joined
+from ..store.opening import Joined, open_joined
 from ..store.origin import Origin
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
 from ..store.split import Split, Which

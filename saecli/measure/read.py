@@ -21,8 +21,7 @@ from ..base.console import Listener
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..extract.chats import REPEATED, ROLES, Chats, Conversation
-from ..extract.texts import Document
+from ..extract.texts import REPEATED, ROLES, Chats, Conversation, Document
 from ..extract.windows import Cutter, Window
 from ..model.language_model import LanguageModel
 from ..model.tokenizer import TokenTexts, characters

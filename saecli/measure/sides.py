@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_array
 
 from ..base.console import Listener
-from ..base.documents import parse_json
 from ..base.errors import ConfigError, FormatError, one_line
-from ..base.files import to_json
-from ..extract.chats import ROLES
+from ..base.files import parse_json, to_json
 from ..extract.readers import json_entries
+from ..extract.texts import ROLES
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from .measured import Measured

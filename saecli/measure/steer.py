@@ -29,7 +29,7 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import checked
 from ..base.words import counted
-from ..extract.chats import REPEATED
+from ..extract.texts import REPEATED
 from ..model.language_model import LanguageModel
 from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, affixes, special_ids, text_ids

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..base.documents import read_json
 from ..base.errors import FormatError
-from ..base.files import write_json
+from ..base.files import read_json, write_json
 
 EFFECTS = "effects.json"
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
     from .source import ModelSource
 
-
 ModelLike = str | torch.nn.Module  # a name, or a loaded model
 READ = 1 << 16  # rows of the columns per read
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..base.console import Listener, Silent
-from ..base.documents import read_json
+from ..base.files import read_json
 from ..base.home import Home
 from ..sae.dictionary import SAE
 from ..sae.formats.common import NORMALIZED, TO_FIT, SavedSAE, Z, hook_name

@@ -17,7 +17,6 @@ from ..store.values import TextWindow
 if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
 
-
 CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
 GPU_TOKENS = 1 << 14
 

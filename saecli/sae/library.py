@@ -17,7 +17,7 @@ from ..base.errors import ConfigError, FormatError, HubError, RunError
 from ..base.files import expanded
 from ..base.home import RUN_MARKER, Home
 from ..base.words import did_you_mean, unknown_choice
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.origin import Origin
 from ..store.reader import ActivationStore
 from . import formats

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from ..base.documents import Marker, NonzeroFraction, demand_version, parse_json
 from ..base.errors import RunError
+from ..base.files import Marker, NonzeroFraction, demand_version, parse_json
 
 RUN_VERSION = 1  # of run.json
 

@@ -13,8 +13,7 @@ from ..base.home import Home
 from ..base.options import all_arguments, demand_known
 from ..base.words import unknown_choice
 from ..geometry.functions import geometry
-from ..geometry.geometry import Limits, measure_geometry
-from ..geometry.plane import rows_of_slice
+from ..geometry.geometry import Limits, measure_geometry, rows_of_slice
 from ..measure.evaluate import compare_measured, sparsity_document
 from ..measure.functions import probe
 from ..measure.measured import ChosenRows, RowsLike

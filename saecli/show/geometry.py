@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..base.words import counted, number
 from ..geometry.cells import cells_of
-from ..geometry.geometry import Geometry
-from ..geometry.plane import Plane, PlaneCells, bounds_of, plane_cells
+from ..geometry.geometry import Geometry, Plane, PlaneCells, bounds_of, plane_cells
 from ..measure.measured import spread_out
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 

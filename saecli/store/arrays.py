@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import safe_open
 
-from ..base.documents import read_json
 from ..base.errors import FormatError
+from ..base.files import read_json
 from ..base.machine import available_memory
 from ..base.words import size_words
 from .options import SUFFIXES, ImportConfig

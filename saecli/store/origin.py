@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from annotated_types import Ge
 
-from ..base.documents import NonzeroFraction, parse_json
 from ..base.errors import ConfigError
-from ..base.files import to_json
+from ..base.files import NonzeroFraction, parse_json, to_json
 
 Layer = Annotated[int, Ge(0)]
 

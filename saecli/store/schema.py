@@ -17,9 +17,8 @@ from typing import Annotated, Any, Self
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 
-from ..base.documents import demand_version, parse_json
 from ..base.errors import StoreError
-from ..base.files import appearing_whole, to_json, write_json
+from ..base.files import appearing_whole, demand_version, parse_json, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from ..base.options import Check
 from .options import StoredDtype

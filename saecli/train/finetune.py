@@ -16,10 +16,10 @@ from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import communicator
 from ..base.words import flag_of
-from ..extract.chats import REPEATED
+from ..extract.extraction import Streamed, open_stream
 from ..extract.options import ExtractConfig
 from ..extract.plan import Selection
-from ..extract.streaming import Streamed, open_stream
+from ..extract.texts import REPEATED
 from ..model import ModelDtype
 from ..model.choice import check_rows
 from ..model.language_model import LanguageModel
@@ -30,7 +30,7 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade
 from ..splice.passes import Passes
 from ..splice.placement import Placement, model_of, placement
-from ..store.joined import Joined, open_joined
+from ..store.opening import Joined, open_joined
 from ..store.origin import Origin, place_given
 from ..store.reader import Rows
 from ..store.split import Split
@@ -45,8 +45,6 @@ from .through import EPOCH, SplicedText, compared, steps_of
 from .training import Record, Training, start_training
 
 SAMPLE_TOKENS = 8192  # whose activations are kept, to normalise
-
-
 NamedStores = tuple[Sequence[str], str | None]  # stores, and a target
 
 

@@ -12,8 +12,7 @@ from ..base.options import Config, choose, demand_known, options_of
 from ..base.words import flag_of
 from ..sae.activations import ACTIVATIONS, Activation, KeepsK
 from ..sae.dictionary import SAE
-from ..store.joined import Joined
-from ..store.opening import find_store, warn_of
+from ..store.opening import Joined, find_store, warn_of
 from ..store.origin import Origin
 from ..store.reader import ActivationStore, JoinedRows, Rows, StoredRows
 from . import SOLVERS

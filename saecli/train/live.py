@@ -13,8 +13,8 @@ import numpy as np
 
 from ..base.console import Listener
 from ..base.errors import ConfigError
+from ..extract.extraction import Streamed
 from ..extract.filling import ahead
-from ..extract.streaming import Streamed
 from ..extract.windows import BLOCK_TOKENS
 from ..store.opening import warn_of_massive
 from ..store.reader import RowSource

@@ -482,8 +482,6 @@ _FINETUNE_HELP = {
     "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a {TEXT_FILES}; or "
     f"{STDLIB_DOCS}.",
 }
-
-
 FINETUNED = (
     *options_from(Finetune, options_of(Finetune), {}, panel="Training"),
     *options_from(

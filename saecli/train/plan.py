@@ -15,7 +15,7 @@ from ..base.processes import Communicator, local_world
 from ..base.words import counted, number
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
 from . import ridge
 from .moments import sampled_bytes

@@ -27,18 +27,25 @@ from torch import Tensor
 
 from .. import __version__
 from ..base.console import Listener
-from ..base.documents import Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
-from ..base.files import appearing_whole, lock_folder, to_json, write_json
+from ..base.files import (
+    Marker,
+    appearing_whole,
+    lock_folder,
+    parse_json,
+    read_json,
+    to_json,
+    write_json,
+)
 from ..base.home import RUN_MARKER, Home
 from ..base.options import toml_lines
-from ..extract.streaming import Streamed
+from ..extract.extraction import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..sae.formats.common import read_safetensors, write_tensors
 from ..sae.run_documents import RUN_VERSION
-from ..store.joined import Joined, open_joined
+from ..store.opening import Joined, open_joined
 from ..store.origin import Origin
 from . import SOLVERS
 from .options import TrainingConfig

@@ -27,7 +27,7 @@ from ..sae.activations import Activation, LearnsThresholds, activation_to_json
 from ..sae.dictionary import SAE, Batch, Dictionary, Normalisation
 from ..sae.library import lasting_name
 from ..sae.metrics import reconstructions
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, TrainingConfig
 from .rows import SAMPLED_ROWS, on_raw_rows, raw_batches

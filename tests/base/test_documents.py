@@ -25,8 +25,8 @@ from homes import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from saecli.base.documents import parse_json
 from saecli.base.errors import SaeError
+from saecli.base.files import parse_json
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import FORMATS, load, save
 from saecli.store.origin import HookPoint, ModelName, Origin

@@ -106,7 +106,7 @@ def test_names_that_the_encoding_lacks_are_printed_escaped(tmp_path: Path):
 
 def test_an_unexpected_error_is_named_as_a_bug(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(300))
-    monkeypatch.setattr("saecli.store.joined.open_joined", lambda *_: 1 / 0)
+    monkeypatch.setattr("saecli.store.opening.open_joined", lambda *_: 1 / 0)
     done = sae("train")
     assert (done.status, done.out) == (1, "")
     said = "sae: unexpected ZeroDivisionError: division by zero; SAE_DEBUG=1 shows where"

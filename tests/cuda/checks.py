@@ -16,7 +16,7 @@ from solver_problems import trained_on as trained
 
 import saecli
 from saecli.sae.activations import Relu
-from saecli.store.joined import Joined
+from saecli.store.opening import Joined
 
 FAR = 1e-6  # relative, in float64, above which a difference is no rounding
 ITERATIVE = 1e-3  # the same where the decoder is solved to a residual of 1e-4

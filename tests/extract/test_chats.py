@@ -30,8 +30,7 @@ from transformers import (
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.chats import ROLES, Chats
-from saecli.extract.texts import Document, TextSource
+from saecli.extract.texts import ROLES, Chats, Document, TextSource
 from saecli.extract.windows import Cutter, Window
 from saecli.model.windows import stored_windows
 

@@ -17,7 +17,7 @@ from chat_server import MODEL, ChatServer, answering, asked
 import saecli
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
-from saecli.measure.endpoint import Endpoint
+from saecli.measure.judge import Endpoint
 
 KEY = "sk-very-secret"
 CHATS = [(f"question {number}",) for number in range(12)]
@@ -25,7 +25,7 @@ CHATS = [(f"question {number}",) for number in range(12)]
 
 @pytest.fixture(autouse=True)
 def no_keys_and_short_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("saecli.measure.endpoint.WAITS", (0.01, 0.02, 0.03))
+    monkeypatch.setattr("saecli.measure.judge.WAITS", (0.01, 0.02, 0.03))
     for name in ("OPENAI_API_KEY", "HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
@@ -63,7 +63,7 @@ def test_passing_failures_are_waited_out(served, tmp_path, monkeypatch):
     assert endpoint(served, tmp_path).ask(CHATS[:1]) == ["QUESTION 0"]
     assert len(served.asked) == 4
     served.wait = lambda: time.sleep(0.3)
-    monkeypatch.setattr("saecli.measure.endpoint.TIMEOUT", 0.1)
+    monkeypatch.setattr("saecli.measure.judge.TIMEOUT", 0.1)
     with pytest.raises(ModelError, match=r"gave no answer in 4 attempts: .*timed out"):
         endpoint(served, tmp_path).ask(CHATS[2:3])
 
@@ -174,7 +174,7 @@ ASK = """
 import sys
 from pathlib import Path
 from saecli.base.console import Silent
-from saecli.measure.endpoint import Endpoint, Server
+from saecli.measure.judge import Endpoint, Server
 server = Server(sys.argv[1], sys.argv[2], 2, 100, False)
 Endpoint(server, Path(sys.argv[3]), Silent()).ask([(f"question {n}",) for n in range(12)])
 """

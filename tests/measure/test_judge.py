@@ -24,10 +24,10 @@ from scipy.stats import t as student
 
 from saecli.base.console import Silent
 from saecli.base.network import why_silent
-from saecli.measure.endpoint import Endpoint
 from saecli.measure.excerpts import Excerpt, LatentExcerpts
 from saecli.measure.judge import (
     JUDGED_LABELS,
+    Endpoint,
     Question,
     detection,
     fuzzing,
@@ -257,7 +257,7 @@ def by_length(turns: list[str]) -> str:
 @pytest.fixture
 def judging(sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
     trained_on_docs(sae)
-    monkeypatch.setattr("saecli.measure.endpoint.WAITS", ())
+    monkeypatch.setattr("saecli.measure.judge.WAITS", ())
     with answering(by_length) as served:
         yield served
 

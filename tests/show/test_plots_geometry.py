@@ -15,7 +15,7 @@ from sklearn.decomposition import PCA
 
 from saecli.base.errors import ConfigError
 from saecli.geometry.cells import cells_of
-from saecli.geometry.plane import Plane, bounds_of, plane_cells
+from saecli.geometry.geometry import Plane, bounds_of, plane_cells
 from saecli.sae.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
 from saecli.store.split import is_test
 

@@ -17,7 +17,7 @@ from storing import collect, make_meta, make_store, memory_folder, stored_conten
 from saecli.base.errors import ConfigError, StoreError
 from saecli.base.home import Home
 from saecli.store.blocks import RowBlock
-from saecli.store.joined import Joined
+from saecli.store.opening import Joined
 from saecli.store.reader import ActivationStore, JoinedRows
 from saecli.store.schema import StoreMeta, rank_folder, read_meta, write_meta
 from saecli.store.split import Part

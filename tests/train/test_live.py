@@ -18,9 +18,9 @@ from saecli.base.console import Silent
 from saecli.base.devices import batches_on
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
+from saecli.extract.extraction import Streamed, open_stream
 from saecli.extract.options import ExtractConfig
 from saecli.extract.plan import Selection
-from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore, Rows

@@ -27,7 +27,7 @@ from saecli.train.ridge import (
     iterative,
     optimal_decoder,
 )
-from saecli.train.ridge.alpha import LEAST, MOST, sample_rows
+from saecli.train.ridge.decoder import LEAST, MOST, sample_rows
 from saecli.train.ridge.sums import Direct
 from saecli.train.ridge.system import PROBES, Ridge
 

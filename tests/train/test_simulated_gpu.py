@@ -21,7 +21,7 @@ from saecli.measure.cosines import Alignment
 from saecli.measure.evaluate import FeatureScores
 from saecli.model.source import ModelSource
 from saecli.sae.codes import Codes, SparseCodes
-from saecli.store.joined import Joined
+from saecli.store.opening import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of

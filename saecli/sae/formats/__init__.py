@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...base.documents import demand_version, parse_json
 from ...base.errors import FormatError, one_line
-from ...base.files import folder_appearing_whole, is_free, to_json
+from ...base.files import demand_version, folder_appearing_whole, is_free, parse_json, to_json
 from ...store.origin import Origin, OriginEntries
 from ..activations import (
     ACTIVATIONS,

@@ -28,9 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...base.documents import parse_json, read_json
 from ...base.errors import ConfigError, FormatError, one_line
-from ...base.files import appearing_whole, to_json
+from ...base.files import appearing_whole, parse_json, read_json, to_json
 from ...store.arrays import check_memory, load_torch, naming
 from ...store.origin import HookPoint, ModelName, Origin
 from ..activations import Activation, Thresholded

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...base.console import Listener
 from ...base.errors import ConfigError
 from ...base.files import folder_appearing_whole, folder_bytes, is_free, to_json
-from ...extract.chats import ROLES
+from ...extract.texts import ROLES
 from ...measure.latents import NOT_STORED, bin_edges
 from ...measure.measured import Measured
 from ...measure.report import FEWEST_ROWS, LatentReport, interest, peak_agreement

@@ -33,8 +33,7 @@ and with u in place of z_bar in b. An affine skip adds `x S` to the prediction; 
 | `StreamedCodes` | means, sum z y', sparse codes | `Iterative`: conjugate gradients, no F x F matrix |
 """
 
-from .alpha import choose_alpha
-from .decoder import DecoderState, method_for, optimal_decoder
+from .decoder import DecoderState, choose_alpha, method_for, optimal_decoder
 from .iterative import TOLERANCE, StreamedCodes
 from .sums import HeldRows, Sums
 from .system import Factorisation, SkipSums, System, Terms
