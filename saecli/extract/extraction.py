@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from ..store.schema import StoreMeta, read_meta, rows_per_shard
 from ..store.values import DTYPES
 from ..store.writer import StoreWriter, no_rows, ranked_store
 from .filling import Forward, ahead, check_some_stored, fill, read_activations
-from .options import SHARD_ROWS, TOKEN_COLUMNS, ExtractConfig, ExtractOptions
+from .options import SHARD_ROWS, TOKEN_COLUMNS, ExtractConfig
 from .plan import ExtractionPlan, Selection, StoreRequest, plan_extraction
 from .readers import STDLIB_DOCS
 from .texts import REPEATED, Chats, Document, text_of
@@ -49,38 +49,6 @@ Blocks = Callable[
 ]
 
 
-@overload
-def extract(
-    model: ModelLike | None = None,
-    *,
-    layer: int | None = None,
-    site: str = "resid_post",
-    module: str | None = None,
-    tokenizer: Any = None,
-    name: str | None = None,
-    home: str | Path | None = None,
-    device: str = "auto",
-    progress: bool | Listener = False,
-    **options: Unpack[ExtractOptions],
-) -> ActivationStore: ...
-
-
-@overload
-def extract(  # type: ignore[overload-overlap]  # else a list
-    model: ModelLike | list[ModelLike] | None = None,
-    *,
-    layer: int | Sequence[int] | Literal["all"] | None = None,
-    site: str | Sequence[str] = "resid_post",
-    module: str | Sequence[str] | None = None,
-    tokenizer: Any = None,
-    name: str | None = None,
-    home: str | Path | None = None,
-    device: str = "auto",
-    progress: bool | Listener = False,
-    **options: Unpack[ExtractOptions],
-) -> list[ActivationStore]: ...
-
-
 @with_options(ExtractConfig)
 def extract(
     model: ModelLike | list[ModelLike] | None = None,
@@ -93,8 +61,8 @@ def extract(
     home: str | Path | None = None,
     device: str = "auto",
     progress: bool | Listener = False,
-    **options: Unpack[ExtractOptions],
-) -> ActivationStore | list[ActivationStore]:
+    **options: Any,
+) -> Any:
     """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
 
     A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun each rank stores
@@ -111,6 +79,8 @@ def extract(
             its output. `*` is any part of the name, and gives a list of stores.
         name: of the store, for several their prefix; None: from model, layer, site and a hash of the options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
+
+    Returns the `ActivationStore`, or a list of them.
     """
     demand_known("extract", options, options_of(ExtractConfig).keys() - {"model"}, "extract")
     selection = Selection.of(layer, site, module)

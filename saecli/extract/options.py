@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -22,30 +22,6 @@ DEFAULT_CONTEXT = 128
 CHAT = ("chat_template", "control_tokens")  # options
 TOKEN_COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
-
-
-class ExtractOptions(TypedDict, total=False):
-    """The fields of `ExtractConfig` as keywords of `saecli.extract`, for editors."""
-
-    model_revision: str | None
-    dataset: str | Sequence[str] | None
-    mix: Sequence[float] | None
-    dataset_config: str | Sequence[str] | None
-    dataset_split: str | Sequence[str]
-    dataset_revision: str | Sequence[str] | None
-    text_column: str | Sequence[str]
-    chat_template: str | None
-    control_tokens: Literal["keep", "drop"]
-    rows: int
-    context: int | None
-    packed: bool
-    prepend_bos: Literal["on", "off"]
-    positions: Literal["all", "last", "assistant"]
-    max_norm_multiple: float | None
-    dtype: StoredDtype
-    model_dtype: ModelDtype
-    batch_size: int | Literal["auto"]
-    shard_rows: int | None
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from ..base.errors import ConfigError
-from ..base.home import STORE_MARKER, Shelf, checked_name
+from ..base.home import Shelf, checked_name
 from ..base.processes import Communicator
 from ..base.words import unknown_choice
 from ..model import ModelDtype
 from ..model.tokenizer import affixes
 from ..store.opening import DERIVED, finished_store
 from ..store.origin import SITES, HookPoint, module_site
-from ..store.schema import hash_request, read_meta
+from ..store.schema import hash_request
 from .options import DEFAULT_CONTEXT, ExtractConfig
 from .texts import Mixture
 
@@ -193,13 +193,11 @@ def store_requests(
     points: Sequence[HookPoint],
     name: str | None,
     shelf: Shelf,
-    dated: bool = True,
 ) -> list[StoreRequest]:
     """A store for each hook point, all of the same tokens. A row dropped from one is dropped from all, so each `source`
-    lists the other hook points, as `beside`, and the other `models`; derived names end in one hash. If `dated` and any
-    is there, older stores, which know models by the times of their files."""
+    lists the other hook points, as `beside`, and the other `models`; derived names end in one hash."""
     labels = _labels(points, models)
-    identities = [model.identity(dated) for model in models]
+    identities = [model.identity() for model in models]
     template = config.template()
     chat = {
         "control_tokens": config.control_tokens,
@@ -231,14 +229,7 @@ def store_requests(
             folder = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
         request_hash = hash_request(source | asked)
         requests.append(StoreRequest(point, shelf.path / folder, source, request_hash))
-    if dated and not any(map(_is_begun, requests)):
-        return store_requests(config, models, text, points, name, shelf, dated=False)
     return requests
-
-
-def _is_begun(request: StoreRequest) -> bool:
-    marker = request.folder / STORE_MARKER
-    return marker.exists() and read_meta(request.folder).request_hash == request.hash
 
 
 def _names(models: Sequence["ModelSource"]) -> list[str]:

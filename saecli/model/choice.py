@@ -59,7 +59,7 @@ def unlike(model: "LanguageModel", meta: StoreMeta) -> str | None:
     if recorded and not given:
         same = meta.source.get("state") == state_hash(model.model, meta.source["model_dtype"])
     else:
-        same = given == recorded and (known == source.dated or known == source.content)
+        same = given == recorded and (known == source.content)
     if known is not None and same:
         return None
     if spec != source.spec:
@@ -75,15 +75,11 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
     origin = rows.store.meta.origin
     point, longest = origin.read[0], origin.context
     expected = f"{rows.name} cannot be run through a model: expected"
-    if origin.model is None or not point.site or longest is None:
+    windows = rows.store.meta.windows
+    if origin.model is None or not point.site or longest is None or not windows:
         raise StoreError(
-            f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
-            f"or name another store"
-        )
-    if not rows.store.meta.windows:
-        raise StoreError(
-            f"{expected} a store that keeps its windows of tokens, got one of an older version; make it "
-            "anew by `sae extract`"
+            f"{expected} a store that `sae extract` made, got one that names no layer, or keeps no windows of tokens; "
+            "leave --model out, or name another store"
         )
     if point.has_model_width and source.d_model != rows.d_in:
         raise _unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")

@@ -72,7 +72,6 @@ class ModelSource:
     location: str  # a folder or file, or the id on the hub
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
-    dated: str | None = None  # of a folder a hash of its files' times, as older stores have it
 
     @cached_property
     def content(self) -> str | None:
@@ -141,8 +140,8 @@ class ModelSource:
                 f"{self.name} takes windows of at most {self.positions:,} tokens, got --context {context:,}; lower it"
             )
 
-    def identity(self, dated: bool = False) -> dict[str, Any]:
-        return {"model": self.id, "weights": self.dated if dated and self.dated else self.content}
+    def identity(self) -> dict[str, Any]:
+        return {"model": self.id, "weights": self.content}
 
     def note(self) -> str | None:
         """What transformers leaves out of a GGUF file, if anything."""
@@ -177,9 +176,8 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
         raise ConfigError(
             f"a revision does nothing with {name}, which is not on the hub; leave it out"
         )
-    location, folder = str(BUNDLED.get(name, name)), Path(name)
-    dated = _times_of(folder) if folder.is_dir() and name not in BUNDLED else None
-    return ModelSource(name, location, None, _config(name, location), dated)
+    location = str(BUNDLED.get(name, name))
+    return ModelSource(name, location, None, _config(name, location))
 
 
 def check_downloaded(spec: str) -> None:
@@ -225,13 +223,6 @@ def _config(name: str, location: str, revision: str | None = None) -> Any:
             f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use another model"
         )
     return config
-
-
-def _times_of(folder: Path) -> str:
-    stamps = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
-    return hash_request(
-        {name: [stamp.st_size, stamp.st_mtime_ns] for name, stamp in stamps.items()}
-    )
 
 
 def _cached_sha256(path: Path) -> str:

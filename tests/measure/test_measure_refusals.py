@@ -93,7 +93,7 @@ COMMANDS = [
     ("eval seed-0 moved --stability", 2, "got runs trained on rows and rows -> others"),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "names no layer"),
-    ("eval last --model tiny-gemma2", 1, "a store that keeps its windows of tokens"),
+    ("eval last --model tiny-gemma2", 1, "keeps no windows of tokens"),
     ("controls refit-run", 1, "expected a finished run of `sae train`"),
     ("controls half", 1, "expected a finished run of `sae train`"),
     ("controls from", 1, "without --init"),

@@ -164,22 +164,6 @@ def test_a_large_file_is_read_again_only_once_it_changes(tmp_path: Path, monkeyp
     assert find_model(str(folder)).content == first
 
 
-def test_a_store_of_a_folder_known_by_times_of_files_is_found(sae: CommandLine, tmp_path: Path):
-    folder = save_model(tmp_path / "model", "gpt2")
-    (tmp_path / "text.txt").write_text("abcdefgh\n\n" * 30)
-    line = f"extract --model {folder} --dataset {tmp_path}/text.txt --rows 100 --context 16 --json"
-    with sae.monkeypatch.context() as older:
-        older.setattr(model_source.ModelSource, "content", property(lambda source: source.dated))
-        first = sae(line).json
-    again = sae(line).json
-    assert (again["name"], again["cached"], first["cached"]) == (first["name"], True, False)
-    (folder / "config.json").touch()
-    new = sae(line).json
-    (folder / "config.json").touch()
-    assert not new["cached"] and new["name"] != first["name"]
-    assert sae(line).json["cached"]
-
-
 # Commands that take a model, on a run of a store of that model.
 COMMANDS = {
     "eval": ("--model", MODEL, "--tokens", "200"),
