@@ -67,9 +67,7 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
         assert (lines[0], len(lines) - 1) == (list(columns), len(rows))
     captured([sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path], check=True)
     written = (tmp_path / "REPORT.md").read_text()
-    assert all(
-        f"| {statement} | **{verdict}** |" in written for statement, verdict in verdicts.items()
-    )
+    assert all(f"| {claim} | **{verdict}** |" in written for claim, verdict in verdicts.items())
     assert all((tmp_path / path).exists() for path in re.findall(r"\]\(([^)]*)\)", written))
 
 

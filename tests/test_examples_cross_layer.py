@@ -276,9 +276,7 @@ def test_the_script_of_descent_begins_at_the_decoders_in_closed_form(trained, mo
     words += ["--rounds", 1, "--growth", 1]
     monkeypatch.setattr(sys, "argv", ["cross_layer_descent.py", *map(str, words)])
     main_of_descent()
-    *_, first, last = (
-        line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()
-    )
+    *_, first, last = (row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines())
     assert first[:2] == ["1", "0"] and last[:2] == ["1", "1"]
     assert float(first[2]) == pytest.approx(np.mean(begun["fvu"]), rel=1e-3)
     assert float(last[2]) < float(first[2])

@@ -243,9 +243,7 @@ def write_text(file: Path) -> Path:
             if file.name == CODE
             else topics.values()
         )
-        file.write_text(
-            "".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8"
-        )
+        file.write_text("".join(f"{json.dumps({'text': x})}\n" for x in texts), encoding="utf-8")
     return file
 
 
@@ -309,23 +307,15 @@ def main() -> None:
     )
     parser.add_argument("--data", default=",".join(CELLS), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument(
-        "--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs"
-    )
+    parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="stores, runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
-    parser.add_argument(
-        "--ceiling", action="store_true", help="of worlds, what a linear encoder can reach"
-    )
-    parser.add_argument(
-        "--saelens-python", type=Path, help="Python that has sae-lens: train it too"
-    )
+    parser.add_argument("--ceiling", action="store_true", help="what a linear encoder can reach")
+    parser.add_argument("--saelens-python", type=Path, help="Python with sae-lens: train it too")
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
     unknown = set(cells) - CELLS.keys()
     if unknown:
-        parser.error(
-            f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}"
-        )
+        parser.error(f"--data: some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
     if chosen.ceiling:
         for cell in cells:

@@ -55,9 +55,7 @@ def main(
     lines = []
     for line, sae in saes:
         measures = saecli.evaluate(sae, rows, model=model, tokens=tokens, home=home)
-        rounded = {
-            key: None if measures[key] is None else round(measures[key], 4) for key in MEASURED
-        }
+        rounded = {k: None if measures[k] is None else round(measures[k], 4) for k in MEASURED}
         lines.append(line | rounded)
         print(json.dumps(lines[-1]), flush=True)
     if saelens_python is None and {*solver} == {"sgd", "pam-sgd"}:

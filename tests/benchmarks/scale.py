@@ -274,9 +274,7 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     unknown = {*arguments["parts"].split(",")} - PARTS.keys()
     if unknown:
-        parser.error(
-            f"--parts must be some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}"
-        )
+        parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     print(f"{saecli.__file__}, {os.cpu_count()} cores, Python {sys.version.split()[0]}\n")
     print(ROW.format("what", "size: CPU s", "slope at the end"))
     print(ROW.format("---", "---", "---"))

@@ -145,9 +145,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4, help="of which the least counts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--saelens-python", type=Path, help="Python of an environment that has sae-lens"
-    )
+    parser.add_argument("--saelens-python", type=Path, help="Python that has sae-lens")
     benchmark(parser.parse_args())
 
 

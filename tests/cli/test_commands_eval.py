@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 import storing
 import torch
-from homes import (
-    CommandLine,
-    D,
-    F,
-    make_run,
-    make_store,
-    random_sae,
-    reconstruction_oracle,
-    some_rows,
-)
+from homes import D, F, make_run, make_store, random_sae, reconstruction_oracle, some_rows
 
 from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
@@ -27,7 +18,7 @@ massive_rows massive_variance ordinary_fvu dead_fraction""".split()
 
 
 @pytest.fixture
-def sae(sae: CommandLine) -> CommandLine:
+def sae(sae):
     make_store(sae.home, "rows", some_rows())
     return sae
 
@@ -39,7 +30,7 @@ def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
-def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine, split: str):
+def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae, split: str):
     rows = some_rows()
     make_run(sae.home, "run", random_sae(), split_seed=3)
     held_out = is_test(np.arange(len(rows)), seed=3)
@@ -51,7 +42,7 @@ def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine
     assert {key: measures[key] for key in oracle} == pytest.approx(oracle, rel=1e-5)
 
 
-def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tmp_path: Path):
+def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae, tmp_path: Path):
     values = some_rows()
     held_out = is_test(np.arange(len(values)))
     sinks = np.flatnonzero(held_out)[[1, 50]]
@@ -75,7 +66,7 @@ def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tm
     assert any("2 rows of massive norm hold" in note for note in report["notes"])
 
 
-def test_dead_latents_are_those_of_the_record_on_any_rows(sae: CommandLine, tmp_path: Path):
+def test_dead_latents_are_those_of_the_record_on_any_rows(sae, tmp_path: Path):
     words = "train --act topk --k 1 --d-sae 64 --epochs 2 --solver sgd --lr 0.1 --no-revive --json"
     run = sae(*words.split()).json
     dead = run["final"]["dead_fraction"]
@@ -96,7 +87,7 @@ def exact_sae(k: int = D) -> SAE:
     return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
 
 
-def test_runs_make_one_table_sparsest_first_and_a_picture(sae: CommandLine, tmp_path: Path):
+def test_runs_make_one_table_sparsest_first_and_a_picture(sae, tmp_path: Path):
     make_run(sae.home, "random", random_sae())  # some 11 latents fire
     make_run(sae.home, "sparse", exact_sae(4))
     make_run(sae.home, "exact", exact_sae())
@@ -119,7 +110,7 @@ def test_runs_make_one_table_sparsest_first_and_a_picture(sae: CommandLine, tmp_
         (300, None, ""),
     ],
 )
-def test_few_rows_are_called_noise(sae: CommandLine, rows: int, documents: int | None, said: str):
+def test_few_rows_are_called_noise(sae, rows: int, documents: int | None, said: str):
     columns = {}
     if documents:
         numbers = np.arange(rows)
@@ -131,14 +122,14 @@ def test_few_rows_are_called_noise(sae: CommandLine, rows: int, documents: int |
     assert said in err and ("noise" in err) == bool(said)
 
 
-def test_runs_of_different_splits_are_said_to_be_measured_on_different_rows(sae: CommandLine):
+def test_runs_of_different_splits_are_said_to_be_measured_on_different_rows(sae):
     for name, seed in (("a", 0), ("c", 1)):
         make_run(sae.home, name, random_sae(), split_seed=seed)
     assert "measured on different rows" in sae("eval", "a", "c").err
     assert len(sae("eval", "a", "a", "--json").json["runs"]) == 1
 
 
-def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae: CommandLine, tmp_path):
+def test_a_folder_of_another_library_is_measured_on_the_newest_store(sae, tmp_path):
     make_run(sae.home, "native", random_sae(JumpRelu()))
     save(SavedSAE(random_sae(JumpRelu())), "dictionary-learning", tmp_path / "theirs")
     done = sae("eval", "native", tmp_path / "theirs", "--json")
@@ -158,7 +149,7 @@ def graded_sae() -> SAE:
     return SAE(W_enc, -torch.linspace(-9, 12, F), torch.zeros(F, D), torch.zeros(D), Relu())
 
 
-def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae: CommandLine):
+def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae):
     rows = some_rows()
     make_run(sae.home, "graded", graded_sae())
     fires = rows[is_test(np.arange(len(rows)))][:, :1] > np.linspace(-9, 12, F)
@@ -177,7 +168,7 @@ def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae: Command
     assert f"graded: silent {on}: {first}, {first + 1}" in out
 
 
-def test_long_lists_end_with_how_many_more(sae: CommandLine):
+def test_long_lists_end_with_how_many_more(sae):
     silent = random_sae()
     silent.b_enc.fill_(-1e3)
     make_run(sae.home, "silent", silent)
@@ -188,7 +179,7 @@ def test_long_lists_end_with_how_many_more(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLine, tmp_path: Path):
+def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae, tmp_path: Path):
     make_run(sae.home, "graded", graded_sae())
     make_run(sae.home, "random", random_sae())
     sae("sparsity", "random", "--plot", tmp_path / "one.png")

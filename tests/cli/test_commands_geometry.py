@@ -124,9 +124,7 @@ def test_several_runs_are_measured_as_each_alone(sae: CommandLine):
 def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]):
     for activation in (TopK(3), Relu(), AbsTopK(F)):
         make_run(sae.home, activation.name, random_sae(activation))
-        done = sae(
-            f"geometry {activation.name} --plot", tmp_path / "x.png", "--slice", "pca", *words
-        )
+        done = sae(f"geometry {activation.name} --slice pca --plot", tmp_path / "x.png", *words)
         assert (done.status, done.out.count("FVU of")) == (0, 3), done.err
 
 

@@ -54,9 +54,7 @@ def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
 def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
     sae("import", "synthetic", *SMALL)
     assert sae("import", "synthetic", *SMALL, "--json").json["cached"] is True
-    sae("import", "synthetic", *SMALL, "--seed", "1").fails(
-        1, "there is a store named 'synthetic' already"
-    )
+    sae("import synthetic --seed 1", *SMALL).fails(1, "there is a store named 'synthetic' already")
     sae("import", "synthetic", *SMALL[:-1], "1000", "--name", "fewer")
     np.testing.assert_array_equal(
         collect(opened(sae, "fewer").split("all").sequential(100)),

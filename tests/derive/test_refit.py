@@ -79,9 +79,7 @@ def test_decoder_matches_stacked_least_squares_with_the_best_c(act: str, rows: i
 
 
 def test_nested_decoder_matches_stacked_least_squares():
-    refitted = demand_least_squares(
-        nested_sae("topk"), nested_rows(200).astype(np.float64), PREFIXES
-    )
+    refitted = demand_least_squares(nested_sae("topk"), nested_rows(200).astype(float), PREFIXES)
     assert refitted.sae.prefixes == PREFIXES
 
 

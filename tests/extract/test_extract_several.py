@@ -112,9 +112,7 @@ def test_a_row_of_high_norm_in_one_store_is_dropped_from_all(sae: CommandLine, m
     for (rows, columns), own, name in zip(every, norms, names, strict=True):
         found, found_columns = read(sae.home, f"few-{name}")
         np.testing.assert_allclose(found, rows[kept], rtol=1e-5, atol=1e-6)
-        assert found_columns == {
-            key: np.array(column)[kept].tolist() for key, column in columns.items()
-        }
+        assert found_columns == {key: np.array(own)[kept].tolist() for key, own in columns.items()}
         meta = store(sae.home, f"few-{name}").meta
         assert meta.median_norm == pytest.approx(np.median(own), rel=1e-5)
     assert [each["dropped"]["high_norm"] for each in made] == [int((~kept).sum())] * 2

@@ -132,9 +132,7 @@ def test_a_text_that_begins_with_bos_is_cut_as_without_it(tokenizers, texts, con
     written = [f"{'<bos>' * (number % 3)}{text}" for number, text in enumerate(texts)]
     plain, other = (Cutter(tokenizers[bos], context, packed=packed) for _ in range(2))
     expected, found = list(plain.cut(documents(texts))), list(other.cut(documents(written)))
-    assert [window.tokens.tolist() for window in found] == [
-        window.tokens.tolist() for window in expected
-    ]
+    assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in expected]
     repeats = sum(text.startswith("<bos>") for text in written)
     assert other.left_out == plain.left_out + Counter(repeated_bos=repeats)
     for number, window in enumerate(found, 1):
@@ -189,16 +187,12 @@ def test_blocks_are_as_large_as_where_a_pass_was_stopped(tokenizers):
     texts, windows = some_texts(200), Cutter(tokenizers[True], CONTEXT)
 
     def cut(begin: Cursor, size: int) -> list[Block]:
-        return list(
-            in_blocks(lambda at: documents(texts, at.document), windows, 10**6, begin, size)
-        )
+        return list(in_blocks(lambda c: documents(texts, c.document), windows, 10**6, begin, size))
 
     large = cut(START, 400)
     rest = cut(Cursor.from_json(large[3].cursor.to_json()), 150)
     assert [block.cursor for block in rest] == [block.cursor for block in large[3:]]
-    assert [block.lengths.tolist() for block in rest] == [
-        block.lengths.tolist() for block in large[3:]
-    ]
+    assert [one.lengths.tolist() for one in rest] == [one.lengths.tolist() for one in large[3:]]
 
 
 def test_packing_needs_a_token_to_part_documents(tokenizers):

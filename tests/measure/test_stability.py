@@ -178,9 +178,7 @@ def test_matching_by_codes_is_the_best_of_correlations(tmp_path: Path) -> None:
         (sae_of(vectors(4, 0)), sae_of(vectors(6, 1))),
         (sae_of(vectors(6, 2)), sae_of(vectors(4, 3))),
     ):
-        z, w = (
-            np.maximum(x.astype(float) @ each.W_enc.double().numpy(), 0) for each in (one, other)
-        )
+        z, w = (np.maximum(x.astype(float) @ sae.W_enc.double().numpy(), 0) for sae in (one, other))
         table = np.corrcoef(z.T, w.T)[: z.shape[1], z.shape[1] :]
         small = table if len(table) <= table.shape[1] else table.T
         best = max(
@@ -203,13 +201,8 @@ def test_latents_of_equal_codes_and_other_decoders_match_by_codes_alone() -> Non
     other = SAE(one.W_enc[:, order], one.b_enc[order], vectors(6, 5), torch.zeros(6), Relu())
     found = stability([one, other], match_by="codes")
     (pair,) = found["pairs"]
-    assert [pair["counterparts"][latent] for latent in range(5)] == torch.argsort(order)[
-        :5
-    ].tolist()
-    assert (pair["pw_mcc"], pair["matched_fraction"]) == (
-        pytest.approx(5 / 6),
-        pytest.approx(5 / 6),
-    )
+    assert [pair["counterparts"][i] for i in range(5)] == torch.argsort(order)[:5].tolist()
+    assert [pair[name] for name in ("pw_mcc", "matched_fraction")] == pytest.approx([5 / 6] * 2)
     assert stability([one, other])["matched_fraction"] <= 0.5
     with pytest.raises(ConfigError, match="--match-by must be one of decoder, codes, got 'rows'"):
         stability([one, other], match_by="rows")

@@ -49,9 +49,7 @@ def sae_with(kind: type[Activation], width: int = D) -> SAE:
         name: torch.rand(start.shape, generator=generator) * 4
         for name, start in activation.parameters(F).items()
     }
-    return SAE(
-        *(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters
-    )
+    return SAE(*(torch.randn(size, generator=generator) for size in shapes), activation, parameters)
 
 
 def transcoders(form: Format) -> dict[str, SAE]:

@@ -10,16 +10,7 @@ import numpy as np
 import published
 import pytest
 import torch
-from homes import (
-    MLP,
-    CommandLine,
-    make_run,
-    make_store,
-    make_transcoder,
-    random_sae,
-    some_rows,
-    with_origin,
-)
+from homes import MLP, make_run, make_store, make_transcoder, random_sae, some_rows, with_origin
 from huggingface_hub import HfApi, ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
@@ -34,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 @pytest.fixture(autouse=True)
-def rows(sae: CommandLine) -> None:
+def rows(sae) -> None:
     make_store(sae.home, "rows", some_rows())
 
 
@@ -94,7 +85,7 @@ def test_pages_of_other_hosts_are_not_asked_for_on_the_hub(sae, hub, url):
     assert not hub.asked and "secret" not in done.err and done.err.count("\n") == 1
 
 
-def test_pages_of_the_endpoint_are_the_hubs(sae: CommandLine, hub: ModelHub, tmp_path: Path):
+def test_pages_of_the_endpoint_are_the_hubs(sae, hub: ModelHub, tmp_path: Path):
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
     hub.add("someone/saes", files_of(tmp_path / "a"))
     done = sae("eval", f"{hub.address}/someone/saes/tree/main/first?x=1", "--json")
@@ -210,7 +201,7 @@ def test_no_path_of_this_machine_is_in_a_written_byte(sae, hub, tmp_path, form, 
 
 
 @pytest.mark.slow
-def test_a_signed_topk_is_native_unless_saelens_is_asked_for(sae: CommandLine, hub: ModelHub):
+def test_a_signed_topk_is_native_unless_saelens_is_asked_for(sae, hub: ModelHub):
     make_run(sae.home, "run", random_sae(TopK(k=4)))
     done = sae("push", "run", "someone/saes", "--json")
     assert done.json["format"] == "native" and "--format saelens writes it clipped" in done.err

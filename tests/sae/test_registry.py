@@ -255,9 +255,7 @@ def test_an_sae_is_named_by_its_release_and_id(sae, hub, tmp_path, monkeypatch):
 
 def test_without_saelens_an_unknown_name_says_what_to_install(sae, hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "sae_lens", None)
-    sae("eval", "scope-canonical/layer_12/canonical").fails(
-        1, "install sae-lens or name its place on the hub"
-    )
+    sae("eval", "scope-canonical/layer_12/canonical").fails(1, "install sae-lens or name its place")
 
 
 @pytest.mark.slow

@@ -147,9 +147,7 @@ def test_latents_of_a_crosscoder_are_filtered_by_class(open_page: Any):
     for number, name in enumerate(index["classes"]):
         opened.page.select_option("#kind", name)
         expected = [latent for latent in interesting(index) if index["class"][latent] == number]
-        assert [(int(row[0]), row[5]) for row in opened.rows()] == [
-            (latent, name) for latent in expected
-        ]
+        assert [(int(row[0]), row[5]) for row in opened.rows()] == [(own, name) for own in expected]
     opened.page.locator("tbody a").first.click()
     opened.page.wait_for_selector(f".class >> text='{name}'")
     measures = opened.page.locator(".entries").first.text_content()

@@ -343,9 +343,7 @@ def test_pixels_lie_in_the_cells_of_the_sae(activation: Activation) -> None:
     supports = (sae.encode(torch.from_numpy(pixel_centres(40))) != 0).numpy()
     _, first, expected = np.unique(supports, axis=0, return_index=True, return_inverse=True)
     assert len(drawn.sizes) == len(first) > 5
-    assert len(set(zip(drawn.labels.ravel().tolist(), expected.tolist(), strict=True))) == len(
-        first
-    )
+    assert len({*zip(drawn.labels.ravel().tolist(), expected.tolist(), strict=True)}) == len(first)
     np.testing.assert_array_equal(drawn.sizes[drawn.labels.ravel()], supports.sum(1))
 
 

@@ -197,9 +197,7 @@ def model(folder: Path) -> LanguageModel:
 def documents() -> list[Document]:
     """Sixty texts of up to 40 random letters, each of them a token."""
     draw = np.random.default_rng(0)
-    return [
-        Document(number, random_letters(draw, draw.integers(1, 40)), None) for number in range(60)
-    ]
+    return [Document(n, random_letters(draw, draw.integers(1, 40)), None) for n in range(60)]
 
 
 def extracted(home: Path, model: Path | list[str], **options: Any) -> Any:

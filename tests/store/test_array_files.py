@@ -29,9 +29,7 @@ from saecli.store.options import ImportConfig
 from saecli.store.reader import ActivationStore
 
 COUNTS = [7, 30, 1, 12, 9, 25, 4, 18, 6, 11, 3, 14]
-PARTS = [
-    np.random.default_rng(count).standard_normal((count, 6)).astype(np.float32) for count in COUNTS
-]
+PARTS = [np.random.default_rng(n).standard_normal((n, 6)).astype(np.float32) for n in COUNTS]
 TOGETHER = np.concatenate(PARTS)
 
 
@@ -63,9 +61,7 @@ def write_list(folder: Path) -> str:
 
 def write_index(folder: Path) -> str:
     tensors = {f"x.{number}": torch.from_numpy(rows) for number, rows in enumerate(PARTS)}
-    files = {
-        name: f"m-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)
-    }
+    files = {name: f"m-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(tensors)}
     for file in set(files.values()):
         own = {name: tensors[name] for name in tensors if files[name] == file}
         safetensors.torch.save_file(own, folder / file)

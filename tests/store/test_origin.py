@@ -5,9 +5,7 @@ import pytest
 from saecli.store.origin import HookPoint, ModelName, Origin
 
 GPT2 = {"model": "gpt2", "revision": "607a30d"}
-POST, PRE = (
-    {"layer": layer, "site": site} for layer, site in ((3, "resid_post"), (4, "resid_pre"))
-)
+POST, PRE = ({"layer": n, "site": site} for n, site in ((3, "resid_post"), (4, "resid_pre")))
 TEXT = {"dataset": "a.txt + b.txt", "context": 128, "prepend_bos": False}
 STORES = {"data": "x", "data_hash": "6a", "beside": ["y", "z"], "target": "t"}
 SPLIT = {"split_seed": 0, "fraction": 0.5}

@@ -124,9 +124,7 @@ def test_a_store_of_several_ranks_says_and_holds_what_they_stored(tmp_path: Path
     write(tmp_path / "s")
     contents = stored_contents(tmp_path / "s")
     whole = contents["meta"]
-    expected = [
-        float(rank + len(ROWS) * number) for rank, rows in enumerate(ROWS) for number in range(rows)
-    ]
+    expected = [float(rank + len(ROWS) * n) for rank, rows in enumerate(ROWS) for n in range(rows)]
     assert contents["rows"][:, 0].tolist() == expected
     assert whole["complete"] and whole["ranks"] == 4
     shards = [*[7] * 6, 3, *[7] * 3, 2, *[7] * 4, 3]

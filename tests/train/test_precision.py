@@ -20,9 +20,7 @@ from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 
 CPU = torch.device("cpu")
-needs_bf16 = pytest.mark.skipif(
-    not multiplies_bf16(CPU), reason="this processor has no bfloat16 products"
-)
+needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="no bfloat16 products here")
 SMALL = {"d_sae": 24, "steps": 30, "batch_size": 64}
 
 

@@ -227,9 +227,7 @@ def test_a_set_is_pushed_into_one_folder_with_a_row_for_each_layer(sae, set_home
     card = files["set/README.md"].decode()
     fvu = [f"{run['measures']['fvu']:.4g}" for run in done.json["runs"]]
     rows = [line for line in card.splitlines() if "batchtopk" in line]
-    assert len(rows) == LAYERS and all(
-        f"| {own} |" in row for own, row in zip(fvu, rows, strict=True)
-    )
+    assert len(rows) == LAYERS and all(f"| {x} |" in row for x, row in zip(fvu, rows, strict=True))
     assert 'load_transcoder_from_hub("someone/saes/set")' in card
     words = ("--data", "m-l2-mlp_in", "--target", "m-l2-mlp_out", "--json")
     (measured,) = sae("eval", "someone/saes/set/layer_2.safetensors", *words).json["runs"]
@@ -252,9 +250,7 @@ def expected_together(model: Path, runs: list[SAE], texts: list[list[int]], own:
 
     clean, rows = run(lambda number, x, y: y)
     means = [y[:, 1:].mean((0, 1)) for _, y, _ in rows]
-    spliced, changed = run(
-        lambda number, x, y: but_first(y, runs[number](x if own == "mlp" else y))
-    )
+    spliced, changed = run(lambda n, x, y: but_first(y, runs[n](x if own == "mlp" else y)))
     clean_rows, y, y_hat = (
         [part[:, 1:].flatten(0, 1) for part in parts]
         for parts in ([y for _, y, _ in rows], *([own[at] for own in changed] for at in (1, 2)))

@@ -250,9 +250,7 @@ def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     assert "run-lr0.01" in sae(*words).fails(1, "run-lr1e+30: the loss became").out
     assert "run-lr0.01: finished already" in sae(*words).err
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
-    sae("train --name run --lr 0.01 --lr 0.02", *QUICK).fails(
-        1, "there is a run named 'run-lr0.01' already"
-    )
+    sae("train --name run --lr 0.01 --lr 0.02", *QUICK).fails(1, "a run named 'run-lr0.01' already")
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
 
 

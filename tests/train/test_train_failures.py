@@ -4,19 +4,12 @@ refuses: one sentence, an exit status, and no run folder."""
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import (
-    CommandLine,
-    change_json,
-    make_run,
-    make_store,
-    random_sae,
-    same_tensors,
-    some_rows,
-)
+from homes import change_json, make_run, make_store, random_sae, same_tensors, some_rows
 from launching import captured
 from safetensors.torch import load_file
 from store_producer import Producer
@@ -30,7 +23,7 @@ from saecli.train.runs import read_metrics
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
 
 
-def unfinished(sae: CommandLine, name: str = "run") -> Path:
+def unfinished(sae, name: str = "run") -> Path:
     """A run that was trained for two epochs, and made to look as if a third were to come."""
     make_store(sae.home, "rows", some_rows(1000))
     assert sae("train", "--name", name, *QUICK).status == 0
@@ -46,7 +39,7 @@ def train_on(folder: Path, **settings: object) -> None:
     change_json(folder / "run.json", complete=False, result=None, training=training)
 
 
-def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae: CommandLine):
+def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae):
     make_store(sae.home, "rows", some_rows(24))
     document = sae("train", *QUICK).json
     assert document["rows_test"] == 1
@@ -98,7 +91,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae, batch_size, l
 
 
 @pytest.mark.slow
-def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
+def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     words = "--normalize none --lr 0.01 --batch-size 8 --d-sae 24 --epochs 1"
     sae(f"train --solver sgd --name run {words}").succeeds()
@@ -115,7 +108,7 @@ OF_OTHERS = [
 ]
 
 
-def test_a_run_of_another_version_or_on_other_rows_is_left_alone(sae: CommandLine):
+def test_a_run_of_another_version_or_on_other_rows_is_left_alone(sae):
     folder = unfinished(sae)
     document = (folder / "run.json").read_text()
     for fields, sentence in OF_OTHERS:
@@ -129,7 +122,7 @@ def test_a_run_of_another_version_or_on_other_rows_is_left_alone(sae: CommandLin
 
 
 @pytest.mark.slow
-def test_a_line_of_metrics_cut_off_by_a_kill_is_left_out(sae: CommandLine):
+def test_a_line_of_metrics_cut_off_by_a_kill_is_left_out(sae):
     folder = unfinished(sae)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
     assert [line["step"] for line in read_metrics(folder)] == [1, 3]
@@ -137,7 +130,7 @@ def test_a_line_of_metrics_cut_off_by_a_kill_is_left_out(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
+def test_a_run_that_is_being_trained_is_not_trained_twice(sae):
     folder = unfinished(sae)
     lock = lock_folder(folder)
     sae("train", "--resume", "--name", "run").fails(1, "another process is training run")
@@ -147,7 +140,7 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kib", [4, 24])
-def test_after_a_full_disk_a_run_begins_anew_or_is_resumed(sae: CommandLine, kib: int):
+def test_after_a_full_disk_a_run_begins_anew_or_is_resumed(sae, kib: int):
     """A limit on file sizes stands for a full disk: the first checkpoint does not fit; or later, the metrics."""
     make_store(sae.home, "rows", some_rows(1000))
     words = "train --name full --solver sgd --d-sae 24 --epochs 160 --batch-size 500"
@@ -161,7 +154,7 @@ def test_after_a_full_disk_a_run_begins_anew_or_is_resumed(sae: CommandLine, kib
     assert json.loads((folder / "run.json").read_text())["complete"]
 
 
-def test_a_sweep_that_failed_whole_says_nothing_is_saved(sae: CommandLine):
+def test_a_sweep_that_failed_whole_says_nothing_is_saved(sae):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("train", "--solver", "sgd", *QUICK[:-1], "--lr", "1e25", "--lr", "1e24")
     done = sae(*words)
@@ -184,7 +177,7 @@ def test_a_stopped_sweep_says_how_it_goes_on(sae, monkeypatch, name, resumes):
     assert ("the same command again resumes this sweep" in done.err) == resumes
 
 
-def test_resume_without_a_name_passes_over_a_damaged_run(sae: CommandLine):
+def test_resume_without_a_name_passes_over_a_damaged_run(sae):
     make_store(sae.home, "rows", some_rows(1000))
     for name in ("good", "damaged"):
         assert sae("train", "--name", name, *QUICK).status == 0
@@ -193,7 +186,7 @@ def test_resume_without_a_name_passes_over_a_damaged_run(sae: CommandLine):
     assert sae("train", "--resume", "--json").json["run"] == "good"
 
 
-def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: CommandLine):
+def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae):
     make_store(sae.home, "rows", some_rows(1000))
     whole = sae("train", "--name", "run", *QUICK).json
     folder = sae.home / "runs" / "run"
@@ -242,7 +235,7 @@ def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer,
 
 
 @pytest.mark.slow
-def test_a_finished_run_without_its_checkpoint_is_not_overwritten(sae: CommandLine):
+def test_a_finished_run_without_its_checkpoint_is_not_overwritten(sae):
     make_store(sae.home, "rows", some_rows(300))
     assert sae("train", "--name", "run", *QUICK).status == 0
     folder, thesis = sae.home / "runs" / "run", sae.home / "runs" / "thesis"
@@ -343,8 +336,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("words", "status", "sentence"), CASES)
-def test_refused(sae: CommandLine, home: Path, words: str, status: int, sentence: str):
-    done = CommandLine(home, sae.monkeypatch, sae.capsys)("train", *words.split())
+def test_refused(sae, home: Path, words: str, status: int, sentence: str):
+    done = replace(sae, home=home)("train", *words.split())
     assert (done.status, done.out) == (status, "")
     last = done.err.strip().splitlines()[-1]
     assert last.startswith(f"sae: {sentence}"), last

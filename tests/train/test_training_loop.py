@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import (
-    CommandLine,
-    assert_same_weights,
-    make_run,
-    make_store,
-    random_sae,
-    same,
-    some_rows,
-)
+from homes import assert_same_weights, make_run, make_store, random_sae, same, some_rows
 from launching import signalled
 from torch import Tensor
 
@@ -187,7 +179,7 @@ def test_a_command_killed_within_its_only_epoch_goes_on_from_a_checkpoint_there(
 
 
 @pytest.mark.slow
-def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails(sae: CommandLine):
+def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails(sae):
     for index, name in enumerate(["x-10", "x-2", "y"]):
         make_store(sae.home, name, some_rows(1000, seed=index))
     make_store(sae.home, "x-1", some_rows(1000) * np.float32(1e30))  # whose squares overflow

@@ -8,17 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import (
-    CommandLine,
-    fvu,
-    k_of,
-    linear_map,
-    make_store,
-    normal,
-    some_rows,
-    targets_of,
-    weights,
-)
+from homes import fvu, k_of, linear_map, make_store, normal, some_rows, targets_of, weights
 from reports import index_of, pages_of
 from storing import collect
 
@@ -39,7 +29,7 @@ X_TO_Y = ("--data", "x", "--target", "y")
 
 
 @pytest.fixture
-def home(sae: CommandLine) -> Path:
+def home(sae) -> Path:
     """A home with rows, targets of another width, and the rows once more."""
     x = make_store(sae.home, "x", some_rows(1500))
     make_store(sae.home, "y", targets_of(x))
@@ -198,7 +188,7 @@ def two_models(rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture
-def two_places(sae: CommandLine) -> Path:
+def two_places(sae) -> Path:
     for name, rows in zip(("a", "b"), two_models(), strict=True):
         make_store(sae.home, name, rows)
     return sae.home
