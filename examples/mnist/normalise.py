@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from saecli.base.errors import ConfigError, HubError, SaeError, one_line
-from saecli.base.network import why_unreachable
+from saecli.base.machine import why_unreachable
 from saecli.store.importing import open_array
 
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's training images, as fractions of white

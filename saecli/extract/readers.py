@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ..base.errors import ModelError, one_line
 from ..base.files import expanded, file_sha256
-from ..base.network import why_unreachable
+from ..base.machine import why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none

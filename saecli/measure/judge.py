@@ -34,7 +34,7 @@ import numpy as np
 from ..base.console import Listener
 from ..base.errors import ConfigError, ModelError, one_line
 from ..base.files import parse_json, to_json
-from ..base.network import is_passing, why_silent
+from ..base.machine import is_passing, why_silent
 from ..base.words import counted
 from .excerpts import Excerpt, LatentExcerpts
 from .labels import balanced_accuracy, derange

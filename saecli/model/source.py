@@ -41,7 +41,7 @@ from transformers.utils import (
 from ..base.devices import multiplies_bf16
 from ..base.errors import ConfigError, ModelError, causes, one_line
 from ..base.files import appearing_whole, file_sha256
-from ..base.network import why_refused, why_unreachable
+from ..base.machine import why_refused, why_unreachable
 from ..sae.dictionary import name_of
 from ..store.origin import ModelName
 from ..store.schema import hash_request

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from ..base.console import Listener
 from ..base.errors import ConfigError, HubError, SaeError, one_line
-from ..base.network import LOG_IN, is_passing, why_refused, why_unreachable
+from ..base.machine import LOG_IN, is_passing, why_refused, why_unreachable
 from .formats import FORMATS, found_among, known_files, recognise
 
 NAME = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 
 from saecli.base.console import Silent
-from saecli.base.network import why_silent
+from saecli.base.machine import why_silent
 from saecli.measure.excerpts import Excerpt, LatentExcerpts
 from saecli.measure.judge import (
     JUDGED_LABELS,

@@ -14,7 +14,7 @@ from model_hub import ModelHub, files_of
 from tiny_models import save_model
 
 from saecli import load_sae
-from saecli.base import network
+from saecli.base import machine
 from saecli.base.errors import ConfigError, ModelError
 from saecli.model import source as model_source
 from saecli.model.source import find_model
@@ -52,7 +52,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, how: str, silent: str) -> None:
     else:
         address = "http://hub.invalid" if how == "name" else silent
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        monkeypatch.setattr(network, "ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.5)
 
 
 def described(home: Path, store: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_a_model_not_for_everyone_is_refused(hub: ModelHub, files, monkeypatch, 
 
 def test_a_silent_hub_is_asked_once_and_not_for_long(hub: ModelHub, listening, silent, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", silent)
-    monkeypatch.setattr(network, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.3)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"reached \(no (answer|connection).* 127.0.0.1"):
             find_model(MODEL)

@@ -365,7 +365,7 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(sae, hub, tmp_
     for address in addresses:
         with monkeypatch.context() as patched:
             patched.setattr(constants, "ENDPOINT", address)
-            patched.setattr("saecli.base.network.ANSWER_SECONDS", 0.3)
+            patched.setattr("saecli.base.machine.ANSWER_SECONDS", 0.3)
             offline = sae("eval", "someone/saes", "--json")
             assert offline.json == online.json
             said = f"someone/saes/first is taken from the cache, as of {repo.head}"
