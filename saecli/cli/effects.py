@@ -6,7 +6,7 @@ have the same norm at the same token: random directions in the rows' covariance,
 SAE's error, the wrong sign; elsewhere: the same change at the other tokens.
 
 A latent acts by itself if its effect is above random directions, other latents and the error, at a false discovery rate
-of --fdr over latents. KL hardly tells a sign from the other; the rise of the tokens that the decoder promotes does, and
+of --fdr over latents. KL hardly tells signs apart; the log-probability of the tokens that a latent promotes does, and
 has its own q, also against the wrong sign. --plot draws the effect by dose, with floors.
 
 Outcomes are kept in effects.json in the run's folder: latents in it, and those done when a command was stopped, are

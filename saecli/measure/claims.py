@@ -157,7 +157,7 @@ def effects(
         layer, site, module: of a crosscoder, which of its hook points to change.
 
     Returns:
-        latents: of each `label`, `frequency`, mean `code` where it fires, `tokens` that its decoder promotes, and
+        latents: of each `label`, `frequency`, mean `code` where it fires, `tokens` that it promotes, and
             `verdict`, on `kl`; if `removed` and `added` its `kl`, `promoted`, the mean rise of these tokens'
             log-probability, `doses`, the `ratio` of `kl` to each of `floors` and `elsewhere`, all with the ends of
             intervals over documents, `_low` and `_high`; of both p, and q by Benjamini and Hochberg. See `effects.py`.
@@ -192,7 +192,7 @@ def effects(
     used = (source.spec, changed.written, run.stores.hash, fingerprint(saved.sae), documents)
     outcomes = measured_outcomes(trials, tried, documents, " ".join(map(str, used)), path, listener)
     labels = shown_labels(subject.folder, saved.sae.d_sae)
-    lines = effects_lines(trials, tried, outcomes, labels, fdr)
+    lines = effects_lines(trials, outcomes, labels, fdr)
     if path is not None:
         add_verdicts(path, {line["latent"]: line["verdict"] for line in lines})
     return {

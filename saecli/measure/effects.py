@@ -38,7 +38,7 @@ from ..base.words import counted
 from ..model.tokenizer import TokenTexts
 from .trials import CHANGES, DIRECTIONS, DOSES, DRAWN, FLOORS, OWN, SIGNS, Trials
 from .two_samples import Values
-from .verdicts import Outcomes, read_outcomes
+from .verdicts import Outcome, Outcomes, read_outcomes
 
 BLOCK = 50  # latents that share passes, between writes of the file
 LEAST_KL, ROUNDING = 1e-4, 1e-7  # nats: measurable, and in float32
@@ -56,8 +56,8 @@ def measured_outcomes(
     settings: str,
     path: Path | None,
     listener: Listener,
-) -> Values:
-    """(L, 2, 2, C, n); latents in the file at `path`, if it has the same settings, are not measured again."""
+) -> dict[int, Outcome]:
+    """Of each latent; those in the file at `path`, if it has the same settings, are not measured again."""
     outcomes = None if path is None else read_outcomes(path)
     if outcomes is None or outcomes.settings != settings:
         outcomes = Outcomes(settings)
@@ -69,7 +69,8 @@ def measured_outcomes(
             f"expected latents that fire and are silent in {documents} held-out documents, got one of {fewest}; lower "
             "--documents, name others, or a store of more documents with --data"
         )
-    tokens, done = CHANGES * sum(at.size for at in rows), 0
+    sampled = 2 * len(trials.sampled) * len(missing)
+    tokens, done = CHANGES * sum(at.size for at in rows) + sampled, 0
     listener.note(
         f"{counted(len(missing), 'latent')} to change at {counted(tokens, 'token')}; "
         f"{len(latents) - len(missing):,} measured already"
@@ -83,28 +84,27 @@ def measured_outcomes(
 
         for first in range(0, len(missing), BLOCK):
             block = missing[first : first + BLOCK]
-            found = trials.outcomes(block, np.array(rows[first : first + BLOCK]), advance)
-            outcomes.latents.update(zip(block, found.swapaxes(0, 1).tolist(), strict=True))
+            promoted = trials.promoted(block, advance)
+            at_rows = np.array(rows[first : first + BLOCK])
+            found = trials.outcomes(block, at_rows, promoted, advance).tolist()
+            for latent, kl, rise, ids in zip(block, *found, promoted.tolist(), strict=True):
+                outcomes.latents[latent] = Outcome(kl, rise, ids)
             if path is not None:
                 write_json(path, asdict(outcomes))
-    return np.array([outcomes.latents[latent] for latent in latents])
+    return {latent: outcomes.latents[latent] for latent in latents}
 
 
 def effects_lines(
-    trials: Trials,
-    latents: Sequence[int],
-    outcomes: Values,
-    labels: Mapping[int, str],
-    fdr: float,
+    trials: Trials, outcomes: Mapping[int, Outcome], labels: Mapping[int, str], fdr: float
 ) -> list[dict[str, Any]]:
     """A line for each latent, see `claims.effects`."""
-    logs, rises = np.log(outcomes[:, 0] + ROUNDING), outcomes[:, 1]  # (L, 2, C, n)
-    promoted = trials.promoted(latents)
+    logs = np.log(np.array([each.kl for each in outcomes.values()]) + ROUNDING)  # (L, 2, C, n)
+    rises = np.array([each.rise for each in outcomes.values()])
     promotion = rises * np.array([*SIGNS.values()])[:, None, None]
     tests = _rated("", p_values(logs, KL_FLOORS)) | _rated("promoted_", p_values(promotion, FLOORS))
     texts = TokenTexts(trials.passes.model.tokenizer)
     lines = []
-    for number, latent in enumerate(latents):
+    for number, (latent, outcome) in enumerate(outcomes.items()):
         measures = {
             condition: {
                 **_measures(logs[number, place], logs[number, 1 - place], rises[number, place]),
@@ -117,7 +117,7 @@ def effects_lines(
             "label": labels.get(latent),
             "frequency": float(trials.frequency[latent]),
             "code": trials.code(latent),
-            "tokens": [texts[token] for token in promoted[number].tolist()],
+            "tokens": [texts[token] for token in outcome.promoted],
             "verdict": _verdict(measures, fdr),
         }
         lines.append(line | measures)

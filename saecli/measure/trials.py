@@ -12,6 +12,10 @@ The reconstruction error stays. Floors are other changes of the norm of dose 1 a
     error           what the SAE does not reconstruct of that token
     wrong sign      the same change, times -1
 
+Outcomes are KL, and the log-probability of the tokens that a latent promotes: those with the largest
+
+    mean over J other tokens of d log p / d dose     dose 0
+
 Shapes: N held-out rows, L latents, n documents of each, C changes, E the width at the hook point, P tokens promoted.
 """
 
@@ -31,8 +35,7 @@ from ..base.console import Listener
 from ..model.choice import check_rows, unlike
 from ..model.language_model import LanguageModel
 from ..model.source import ModelSource
-from ..model.unembedding import Unembedding
-from ..splice.copies import effects_at_copies, longest_window
+from ..splice.copies import effects_at_copies, longest_window, slopes_at_copies
 from ..splice.passes import Passes
 from ..store.origin import HookPoint
 from .excerpts import some_rows
@@ -45,7 +48,7 @@ DRAWN = {"random": slice(4, 8), "other latent": slice(8, 12)}  # changes in seve
 FLOORS = DRAWN | {"error": slice(12, 13), "wrong sign": slice(13, 14)}
 DIRECTIONS, CHANGES = 4, 14
 ROWS, COVARIANCE_ROWS, CONTEXT = 1 << 15, 1 << 12, 128  # rows read, sampled; tokens of a window
-PROMOTED = 10  # tokens
+PROMOTED, SAMPLED = 10, 16  # P; J
 SEED = 0
 
 Integers = NDArray[np.int64]
@@ -153,16 +156,31 @@ class Trials:
             changes.append(torch.cat([doses, floors, -own[None]]))
         return torch.stack(changes)
 
-    def promoted(self, latents: Sequence[int]) -> Tensor:
-        """Ids of the tokens that decoder vectors promote, by the logit lens, (latents, P); none away from the residual
-        stream."""
-        if not self.point.has_model_width:
-            return torch.empty(len(latents), 0, dtype=torch.int64)
-        lens = Unembedding(self.passes.model)
-        return lens.output_tokens(self.decoder[[*latents]], PROMOTED, lambda _: None).promoted
+    @cached_property
+    def sampled(self) -> Integers:
+        """A row of each of the documents that are tried last, (J,)."""
+        shuffled, documents = self._orders
+        first = [np.flatnonzero(self.documents[shuffled] == each)[0] for each in documents]
+        return shuffled[first[-SAMPLED:]]
+
+    def promoted(self, latents: Sequence[int], advance: Callable[[int], object]) -> Tensor:
+        """Ids of the tokens that latents promote, (L, P); `advance` takes the number of changes of each pass."""
+        directions = torch.stack([self.code(each) * self.decoder[each] for each in latents])
+        slopes = torch.zeros(len(latents), self.passes.model.vocabulary)
+        for row in self.sampled:
+            place = int(self.places[row])
+            token_ids = torch.from_numpy(self.token_ids[self.windows[row]][: place + 1])
+            at = torch.full((len(latents),), place)
+            slopes += slopes_at_copies(self.passes, self.point, token_ids, at, directions)
+            advance(2 * len(latents))
+        return slopes[:, : len(self.passes.model.tokenizer)].topk(PROMOTED).indices
 
     def outcomes(
-        self, latents: Sequence[int], rows: Integers, advance: Callable[[int], object]
+        self,
+        latents: Sequence[int],
+        rows: Integers,
+        promoted: Tensor,
+        advance: Callable[[int], object],
     ) -> Values:
         """KL of changes at rows of `rows_of`, (L, 2, n), and the rise of the mean log-probability of `promoted` tokens,
         (2, L, 2, C, n); `advance` takes the number of changes of each pass."""
@@ -170,7 +188,7 @@ class Trials:
         vectors = torch.stack([self.changes(latent, at) for latent, at in each])
         shape = vectors.shape[:4]
         vectors = vectors.flatten(0, 3)
-        followed = self.promoted(latents).repeat_interleave(shape[1:].numel(), 0)
+        followed = promoted.repeat_interleave(shape[1:].numel(), 0)
         at_rows = np.broadcast_to(rows[:, :, None], shape).ravel()
         values = np.empty((2, len(vectors)))
         for window in np.unique(self.windows[at_rows]):

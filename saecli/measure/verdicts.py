@@ -11,11 +11,18 @@ EFFECTS = "effects.json"
 
 
 @dataclass(frozen=True)
-class Outcomes:
-    """KL and rise of promoted tokens by latent, (2, 2, C, n) as in `effects.py`, and what they are of."""
+class Outcome:
+    """KL of a latent's changes and the rise of the tokens that it promotes, by id; (2, C, n) as in `effects.py`."""
 
-    settings: str
-    latents: dict[int, list[list[list[list[float]]]]] = field(default_factory=dict)
+    kl: list[list[list[float]]]
+    rise: list[list[list[float]]]
+    promoted: list[int]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    settings: str  # what outcomes depend on
+    latents: dict[int, Outcome] = field(default_factory=dict)
     verdicts: dict[int, str] = field(default_factory=dict)  # of the last command that tried each
 
 

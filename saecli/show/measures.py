@@ -359,7 +359,7 @@ def effects_tables(document: JsonObject, top: int) -> list[RenderableType]:
     title = (
         f"latents of {document['run']} removed where they fire and added where they are silent, in "
         f"{document['model']}, {point_words(layer, site)}: KL of the next token in nats, over that of changes of its "
-        "norm; promoted: rise of the log-probability of the decoder's tokens"
+        "norm; promoted: rise of the log-probability of the tokens that a latent promotes"
     )
     floors = [f"over {name}" for name in (*latents[0][CHANGED[0]]["floors"], "elsewhere")]
     counts = Counter(line["verdict"] for line in latents)

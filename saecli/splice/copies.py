@@ -15,6 +15,8 @@ from ..model.blocks import with_first
 from ..store.origin import HookPoint
 from .passes import LOGITS_AT_ONCE, PASS_TOLERANCE, FirstBlocks, Passes
 
+STEP = 0.05  # of a direction; halved, slopes change by what float32 rounds
+
 
 def longest_window(passes: Passes, most: int) -> int:
     """At most `most` tokens, all of which a sliding window sees: the mask here knows none."""
@@ -45,6 +47,19 @@ def effects_at_copies(
         of_followed = rise.gather(1, followed[part].to(rise.device)).sum(1)
         parts.append(torch.stack([kl, of_followed / max(1, followed.shape[1])]).cpu())
     return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def slopes_at_copies(
+    passes: Passes, point: HookPoint, token_ids: Tensor, at: Tensor, directions: Tensor
+) -> Tensor:
+    """Derivatives of log-probabilities after tokens `at`, (C,), of a window, (T,), along directions, (C, E), by central
+    differences: (C, V), on the CPU."""
+    steps = STEP * directions
+    changes = torch.cat([steps, -steps])
+    _, states = _states(passes, point, token_ids, at.repeat(2), changes)
+    log_p, other = (passes.logits(part).float().log_softmax(-1) for part in states.chunk(2))
+    return ((log_p - other) / (2 * STEP)).cpu()
 
 
 def _states(

@@ -30,8 +30,20 @@ from saecli.extract.readers import STDLIB_DOCS
 from saecli.extract.texts import TextSource
 from saecli.measure.effects import ACTS, ALIKE, KL_FLOORS, NOTHING, effects_lines, p_values
 from saecli.measure.measured import ChosenRows
-from saecli.measure.trials import CHANGES, DIRECTIONS, DOSES, DRAWN, FLOORS, OWN, SIGNS, Trials
+from saecli.measure.trials import (
+    CHANGES,
+    DIRECTIONS,
+    DOSES,
+    DRAWN,
+    FLOORS,
+    OWN,
+    PROMOTED,
+    SAMPLED,
+    SIGNS,
+    Trials,
+)
 from saecli.measure.two_samples import Values
+from saecli.measure.verdicts import Outcome
 from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.model.source import find_model
 from saecli.sae.activations import Relu, TopK
@@ -158,6 +170,26 @@ def test_kl_is_even_in_a_change_to_second_order_and_log_p_odd_to_first(tmp_path:
         assert found == pytest.approx([2.0**order for order in orders], rel=0.002)
 
 
+def test_promoted_tokens_have_the_largest_mean_slope_at_other_tokens(home: Path):
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], dtype=torch.float64)
+    trials, counts = trials_of(home, random_sae(home)), []
+    latents = [4, 9]
+    found = trials.promoted(latents, counts.append)
+    assert counts == [2 * len(latents)] * SAMPLED
+    assert len({*trials.documents[trials.sampled]}) == SAMPLED
+    for latent, tokens in zip(latents, found, strict=True):
+        step = 0.02 * trials.code(latent) * trials.decoder[latent]
+        slopes = torch.zeros(model.config.vocab_size, dtype=torch.float64)
+        for row in trials.sampled:
+            window = trials.token_ids[trials.windows[row]][: trials.places[row] + 1]
+            up, down = (
+                log_p_with(model, blocks(model)[LAYER], torch.from_numpy(window), change)
+                for change in (step, -step)
+            )
+            slopes += up - down
+        assert {*slopes.topk(PROMOTED).indices.tolist()} == {*tokens.tolist()}
+
+
 def test_random_directions_have_the_rows_covariance(home: Path):
     trials = trials_of(home, random_sae(home))
     rows = trials.rows_of(0, 2)
@@ -199,7 +231,7 @@ def test_outcomes_are_those_of_hooks_on_the_stores_tokens(run: CommandLine, home
     model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], dtype=torch.float32)
     trials = trials_of(home, random_sae(home))
     for line in document["latents"]:
-        kl, _ = record["latents"][str(line["latent"])]
+        kl = record["latents"][str(line["latent"])]["kl"]
         assert len(line["tokens"]) == 10
         rows = trials.rows_of(line["latent"], 3)
         vectors = trials.changes(line["latent"], rows)
@@ -212,10 +244,10 @@ def test_outcomes_are_those_of_hooks_on_the_stores_tokens(run: CommandLine, home
 def test_measured_latents_are_kept_and_others_added(run: CommandLine):
     path = run.home / "runs" / "run" / "effects.json"
     first = run("effects run --latent 4 --documents 4 --json")
-    assert "1 latent to change at 112 tokens; 0 measured already" in first.err
+    assert "1 latent to change at 144 tokens; 0 measured already" in first.err
     kept = json.loads(path.read_text())
     both = run("effects run --latent 4 --latent 9 --documents 4 --json")
-    assert "1 latent to change at 112 tokens; 1 measured already" in both.err
+    assert "1 latent to change at 144 tokens; 1 measured already" in both.err
     assert json.loads(path.read_text())["latents"]["4"] == kept["latents"]["4"]
     assert saecli.effects("run", latents=[4, 9], documents=4, home=run.home) == both.json
     other = run("effects run --latent 4 --documents 5 --json")
@@ -279,6 +311,14 @@ def outcomes_of(own: float, documents: int, draw: np.random.Generator, sd: float
     return np.array([np.exp(logs), rise])
 
 
+def lines_of(trials: Trials, outcomes: Values, labels: dict[int, str] | None = None) -> Any:
+    """Of latents from 0 by their outcomes, (L, 2, 2, C, n)."""
+    each = {
+        latent: Outcome(*kl_and_rise.tolist(), [5]) for latent, kl_and_rise in enumerate(outcomes)
+    }
+    return effects_lines(trials, each, labels or {}, 0.05)
+
+
 def p_of_rise(rises: Values, signs: Values) -> float:
     """Of the first latent's among rises (L, C, n) of promoted tokens: the largest over all floors."""
     ps = []
@@ -296,8 +336,8 @@ def p_of_rise(rises: Values, signs: Values) -> float:
 def test_measures_are_those_of_float64_by_hand(trials: Trials):
     draw = np.random.default_rng(0)
     outcomes = np.array([outcomes_of(0.5, 9, draw) for _ in range(3)])
-    line = effects_lines(trials, [4, 5, 6], outcomes, {4: "dates"}, 0.05)[0]
-    assert (line["latent"], line["label"]) == (4, "dates")
+    line = lines_of(trials, outcomes, {0: "dates"})[0]
+    assert (line["latent"], line["label"]) == (0, "dates")
     logs = np.log(outcomes[:, 0] + 1e-7)
     signs = np.array([*product([-1, 1], repeat=9)])
     for place, condition in enumerate(SIGNS):
@@ -328,7 +368,7 @@ def test_measures_are_those_of_float64_by_hand(trials: Trials):
 def test_rates_are_benjamini_and_hochbergs_and_verdicts_follow(trials: Trials):
     draw = np.random.default_rng(1)
     strong = np.array([outcomes_of(3.0 if latent < 5 else 0.0, 16, draw) for latent in range(20)])
-    lines = effects_lines(trials, range(20), strong, {}, 0.05)
+    lines = lines_of(trials, strong)
     assert {line["verdict"] for line in lines[:5]} == {ACTS}
     for line in lines:
         acting = [name for name in SIGNS if line[name]["q"] <= 0.05]
@@ -339,7 +379,7 @@ def test_rates_are_benjamini_and_hochbergs_and_verdicts_follow(trials: Trials):
     steps = np.minimum(1, ps * len(ps) / reached.sum(1))
     assert qs == pytest.approx([steps[ps >= each].min() for each in ps])
     strong[0, 0, :, OWN] = 1e-6
-    assert effects_lines(trials, range(20), strong, {}, 0.05)[0]["verdict"] == NOTHING
+    assert lines_of(trials, strong)[0]["verdict"] == NOTHING
 
 
 def test_directions_that_differ_are_no_discoveries_however_many_documents():

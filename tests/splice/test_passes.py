@@ -36,7 +36,7 @@ from saecli.model.windows import stored_windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.splice import passes as measured
-from saecli.splice.copies import effects_at_copies, longest_window
+from saecli.splice.copies import effects_at_copies, longest_window, slopes_at_copies
 from saecli.splice.effects import effects
 from saecli.splice.passes import CleanPass, Passes
 from saecli.store.origin import HookPoint
@@ -367,6 +367,18 @@ def test_a_change_at_a_copy_is_a_change_at_the_last_token(tmp_path: Path, kind: 
     assert kl[0] > 0.01 and abs(kl[2]) < 1e-6
     alone = effects_at_copies(passes, point, token_ids, at, changes, followed[:, :0])
     assert torch.equal(alone[0], kl) and not alone[1].any()
+
+
+def test_slopes_are_derivatives_of_log_probabilities(tmp_path: Path):
+    folder = save_model(tmp_path / "gpt2", "gpt2")
+    passes = Passes(loaded(folder, head=True))
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    directions = torch.randn(len(AT), WIDTH, generator=torch.Generator().manual_seed(1))
+    found = slopes_at_copies(passes, HookPoint(1, "resid_post"), TOKENS, AT, directions)
+    for place, direction, slopes in zip(AT.tolist(), directions.double(), found, strict=True):
+        upto, step = TOKENS[: place + 1], 1e-4 * direction
+        up, down = (log_p_with(exact, blocks(exact)[1], upto, change) for change in (step, -step))
+        torch.testing.assert_close(slopes.double(), (up - down) / 2e-4, rtol=0.01, atol=2e-3)
 
 
 def test_windows_that_a_mask_of_copies_does_not_fit_are_refused(tmp_path: Path):
