@@ -45,6 +45,7 @@ class Shown:
     default_words: str | None = None  # the default in words
 
 
+Advanced = functools.partial(Shown, advanced=True)
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 
 

@@ -34,11 +34,7 @@ def best_pairs(first: Tensor, second: Tensor) -> tuple[NDArray[np.int64], NDArra
     is 0. The assignment is exact, of cosines in float32.
 
     Cost: F G D multiplications, and at worst M^2 max(F, G) steps of Jonker and Volgenant's assignment (which the field
-    calls Hungarian), on one core whatever the device; 8 F G bytes. Measured on one busy core, memory beyond the SAEs':
-
-        latents    d_in    half of the vectors random    all of them random    memory
-        4,096      768     2.2 s                         2.1 s                 0.4 GB
-        16,384     768     39 s                          44 to 62 s            2.5 GB
+    calls Hungarian), on one core whatever the device, 40 to 60 s for 16,384 latents; 8 F G bytes.
 
     Source: Crouse, "On implementing 2D rectangular assignment algorithms" (2016), as in scipy.
     """

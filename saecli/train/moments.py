@@ -50,15 +50,6 @@ class Pass:
     last: bool = False  # of training: rows are unsmoothed, and encoded in float32
     release: bool = False  # whether descent on the decoder may begin after it
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "step": self.step,
-            "rows": self.rows,
-            "kind": "last" if self.last else "release" if self.release else "mid",
-            "chooses": self.alpha != "keep",
-        }
-
 
 def alpha_rule(number: int) -> AlphaRule:
     """Alpha, which settles, is chosen at passes 0, 1, 2, 4, ..."""

@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le
 
 from ..base.errors import ConfigError
 from ..base.options import (
+    Advanced,
     Check,
     Config,
     Count,
@@ -48,9 +49,8 @@ WIDEST = 0.55  # width of smoothing if rows are few
 Normalize = Literal["auto", "model", "scale", "standardize", "none", "init"]
 Precision = Literal["float32", "bf16", "auto"]
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
-# Part of the training documents that is trained on where others are kept out to compare SAEs or set thresholds on. On
-# rows that were fitted L0 is lower than on others: of SmolLM2-135M-Instruct, layer 15, 20,000 rows, batchtopk 32 had
-# L0 33 on training rows and 53 on held-out ones. With 135,000 rows the tenth costs nothing: FVU 0.1687 for 0.1686.
+# Part of the training documents that is trained on where others are kept out to compare SAEs or set thresholds on: on
+# rows that were fitted L0 is lower, of 20,000 rows of SmolLM2 33 where it is 53 on held-out ones.
 TRAINED = 0.9
 MEASURED_ROWS = 16_384  # of a text without a store, to measure on
 
@@ -86,17 +86,15 @@ class TrainingConfig(Config):
     ] = None
     skip: Annotated[
         bool,
-        Shown(
-            "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with the decoder.",
-            advanced=True,
+        Advanced(
+            "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with the decoder."
         ),
     ] = False
     k_start: Annotated[
         Count | None,
-        Shown(
+        Advanced(
             "Active latents per row at the start, from which they fall to --k over the first half of the steps. "
-            "Default: --k.",
-            advanced=True,
+            "Default: --k."
         ),
     ] = None
     epochs: Annotated[
@@ -117,22 +115,17 @@ class TrainingConfig(Config):
         ),
     ] = "auto"
     lr_warm_up: Annotated[
-        Fraction,
-        Shown("Fraction of all steps over which the learning rate rises from 0.", advanced=True),
+        Fraction, Advanced("Fraction of all steps over which the learning rate rises from 0.")
     ] = 0.02
     lr_decay: Annotated[
-        Fraction,
-        Shown(
-            "Last fraction of all steps, over which the learning rate falls to 0.", advanced=True
-        ),
+        Fraction, Advanced("Last fraction of all steps, over which the learning rate falls to 0.")
     ] = 0.5
     smoothing: Annotated[
         Annotated[float, Ge(0), Le(10)] | Literal["auto"],
-        Shown(
+        Advanced(
             "Move each training row along differences of other rows, by this fraction "
             f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
-            f" beyond max(d_sae, {EXPANSION} d_in) rows; 0 with --init.",
-            advanced=True,
+            f" beyond max(d_sae, {EXPANSION} d_in) rows; 0 with --init."
         ),
     ] = "auto"
     sparsity: Annotated[
@@ -155,78 +148,63 @@ class TrainingConfig(Config):
     ] = None
     sparsity_warm_up: Annotated[
         Fraction | None,
-        Shown(
+        Advanced(
             "Fraction of all steps over which the penalty's weight rises from 0. "
-            f"Default: {PENALTY_WARM_UP}, with --init 0.",
-            advanced=True,
+            f"Default: {PENALTY_WARM_UP}, with --init 0."
         ),
     ] = None
     fraction: Annotated[
         float,
         Gt(0),
         Le(1),
-        Shown(
+        Advanced(
             f"Fraction of the training rows to use, with --init at most {TRAINED:g}, as with batchtopk, jumprelu and "
             "gated, which set thresholds on the others. Does not change the held-out tenth of the documents.",
             once=True,
-            advanced=True,
         ),
     ] = 1.0
     split_seed: Annotated[
-        Seed, Shown("Seed of the choice of held-out test rows.", once=True, advanced=True)
+        Seed, Advanced("Seed of the choice of held-out test rows.", once=True)
     ] = 0
     seed: Annotated[
         Seed, Shown("Seed of everything random except the order of the rows; of it 32 bits count.")
     ] = 0
-    shuffle_seed: Annotated[
-        Seed, Shown("Seed of the order of the rows.", once=True, advanced=True)
-    ] = 0
+    shuffle_seed: Annotated[Seed, Advanced("Seed of the order of the rows.", once=True)] = 0
     normalize: Annotated[
         Normalize,
-        Shown(
+        Advanced(
             "Normalise rows, folded into the saved weights; the SAE keeps the scales. scale: centre and divide by "
             "one number; model: also multiply each dimension by the root of the weight with which norms of later "
             "blocks read it; standardize: unit variance per dimension; init: in the metric of --init's SAE. auto: "
             "init, if that SAE knows its metric, else model, if the store knows the weights, else scale.",
             once=True,
-            advanced=True,
         ),
     ] = "auto"
     checkpoint_every: Annotated[
         Count,
-        Shown(
+        Advanced(
             "Steps between checkpoints within an epoch; there is one after every epoch.",
             once=True,
             metavar="N",
-            advanced=True,
         ),
     ] = 1000
     log_to: Annotated[
         Literal["wandb"] | None,
-        Shown(
-            "Also log to Weights & Biases. Project: WANDB_PROJECT, else saecli.",
-            once=True,
-            advanced=True,
-        ),
+        Advanced("Also log to Weights & Biases. Project: WANDB_PROJECT, else saecli.", once=True),
     ] = None
     device: Annotated[
         str, Shown("Where to train: cpu, cuda, cuda:1. auto: cuda if available.", once=True)
     ] = "auto"
     dtype: Annotated[
         Literal["float32", "float64"],
-        Shown(
-            "Precision of weights and steps; decoder steps always sum in float64.",
-            once=True,
-            advanced=True,
-        ),
+        Advanced("Precision of weights and steps; decoder steps always sum in float64.", once=True),
     ] = "float32"
     precision: Annotated[
         Precision,
-        Shown(
+        Advanced(
             "Precision of matrix products in descent, and of the codes of all decoder steps but the last; bf16 sums "
             f"in float32. auto: bf16 if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
             once=True,
-            advanced=True,
         ),
     ] = "auto"
 
@@ -281,27 +259,23 @@ class Paper(Config):
     """Options that only the paper's experiments need."""
 
     clip_norm: Annotated[
-        Positive | None,
-        Shown("Clip the gradient of a batch's mean loss to this norm.", advanced=True),
+        Positive | None, Advanced("Clip the gradient of a batch's mean loss to this norm.")
     ] = None
     weight_decay: Annotated[
         NonNegative,
-        Shown(
-            "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error summed over all rows.",
-            advanced=True,
+        Advanced(
+            "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error summed over all rows."
         ),
     ] = 0.0
     mu_enc: Annotated[
         NonNegative,
-        Shown(
+        Advanced(
             "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
-            "rows; t counts decoder steps, with sgd epochs.",
-            advanced=True,
+            "rows; t counts decoder steps, with sgd epochs."
         ),
     ] = 0.0
     nu_enc: Annotated[
-        NonNegative,
-        Shown("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", advanced=True),
+        NonNegative, Advanced("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.")
     ] = 0.0
 
 
@@ -311,11 +285,10 @@ class Revival(Config):
 
     revive: Annotated[
         bool,
-        Shown(
+        Advanced(
             "Re-aim dead latents, with pam-sgd also those that are missed least, at the "
             f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
-            "With --init only before the first step, those that fire on none of the rows.",
-            advanced=True,
+            "With --init only before the first step, those that fire on none of the rows."
         ),
     ] = True
 
@@ -327,10 +300,9 @@ class Sgd(Paper, Revival, SolverConfig):
 
     tied: Annotated[
         bool,
-        Shown(
+        Advanced(
             "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
-            "targets' regression on the rows.",
-            advanced=True,
+            "targets' regression on the rows."
         ),
     ] = False
 
@@ -354,10 +326,9 @@ class ClosedForm(SolverConfig):
     ] = "auto"
     solve: Annotated[
         Literal["auto", "direct", "iterative"],
-        Shown(
+        Advanced(
             "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in float64, slow on consumer "
-            "GPUs; iterative, without it, to a residual of 1e-4. auto: direct where it fits in memory.",
-            advanced=True,
+            "GPUs; iterative, without it, to a residual of 1e-4. auto: direct where it fits in memory."
         ),
     ] = "auto"
 
@@ -370,17 +341,13 @@ class Pam(Paper, ClosedForm):
 
     beta: Annotated[
         NonNegative,
-        Shown(
-            "Weight of ||b_dec||^2, next to the squared error summed over all rows.", advanced=True
-        ),
+        Advanced("Weight of ||b_dec||^2, next to the squared error summed over all rows."),
     ] = 0.0
     mu_dec: Annotated[
-        NonNegative,
-        Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", advanced=True),
+        NonNegative, Advanced("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.")
     ] = 0.0
     nu_dec: Annotated[
-        NonNegative,
-        Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", advanced=True),
+        NonNegative, Advanced("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.")
     ] = 0.0
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
@@ -398,19 +365,17 @@ class PamSgd(Revival, ClosedForm):
 
     decoder_every: Annotated[
         Count | Literal["auto"],
-        Shown(
+        Advanced(
             "Optimiser steps between decoder steps. auto: for 20 decoder steps in all, or if their "
-            "passes would take more than half of the rows of the optimiser steps, one per epoch.",
-            advanced=True,
+            "passes would take more than half of the rows of the optimiser steps, one per epoch."
         ),
     ] = "auto"
     release: Annotated[
         Fraction | Literal["auto"],
-        Shown(
+        Advanced(
             "Fraction of steps after which W_dec is also trained by gradient. auto: "
             f"{RELEASE}, if alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else and for "
-            "matching-pursuit never; 0 for transcoders. 1: never.",
-            advanced=True,
+            "matching-pursuit never; 0 for transcoders. 1: never."
         ),
     ] = "auto"
 
@@ -445,18 +410,16 @@ class Finetune(SolverConfig):
         Shown("Branch, tag or commit of a hub model. Default: the one that RUN names.", once=True),
     ] = None
     model_dtype: Annotated[
-        ModelDtype,
-        Shown("Precision of the language model, as of `sae extract`.", once=True, advanced=True),
+        ModelDtype, Advanced("Precision of the language model, as of `sae extract`.", once=True)
     ] = "auto"
     layer: Annotated[
-        Seed | None, Shown("Block where RUN acts, if it does not say.", once=True, advanced=True)
+        Seed | None, Advanced("Block where RUN acts, if it does not say.", once=True)
     ] = None
     site: Annotated[
-        str | None, Shown("Hook point in the block, if RUN does not say.", once=True, advanced=True)
+        str | None, Advanced("Hook point in the block, if RUN does not say.", once=True)
     ] = None
     module: Annotated[
-        str | None,
-        Shown("Or the module where RUN acts, if it does not say.", once=True, advanced=True),
+        str | None, Advanced("Or the module where RUN acts, if it does not say.", once=True)
     ] = None
     tokens: Annotated[
         Count, Shown("Tokens to train on; shorter text is passed over again.", once=True)

@@ -68,8 +68,7 @@ class PamSgdSolver(PamSolver):
         """As a fraction of the steps; 1 for never."""
         if self.config.release != "auto":
             return float(self.config.release)
-        # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied from the start, 0.220
-        # from half way on, where SGD has 0.218.
+        # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied, 0.220 from half way on.
         if self.task.B is not None:
             return 0.0
         # Matching pursuit explains rows by the encoder's directions: on docstrings FVU is 0.100 held, 0.107 released.

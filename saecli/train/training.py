@@ -262,7 +262,6 @@ class Training:
             ],
             "notes": self.notes(),
             **compared,
-            "decoder_steps": [due.to_json() for due in solver.schedule.values()],
             "final": {
                 "test_fvu": test["fvu"],
                 "test_mse": test["mse"],

@@ -38,7 +38,7 @@ def home(sae) -> Path:
 
 
 KEYS = "run path solver act data d_in d_sae rows_train rows_counted rows_test epochs steps".split()
-KEYS += "seconds rows_per_second warnings notes decoder_steps final".split()
+KEYS += "seconds rows_per_second warnings notes final".split()
 FILES = {"run.json", "config.toml", "metrics.jsonl", "loss.png", ".lock"}
 FILES |= {"checkpoint.safetensors", "sae.safetensors"}
 TO_ITSELF = ["sgd", "sgd --tied", "pam", "pam-sgd"]

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
     from ..codes import Codes
 
-# Weight of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
-# decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
-# 0.129 with 0.05, 0.092 with 0.3 and 0.5).
+# Weight of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations: PAM-SGD's
+# decoder is then fitted to denser codes than in training.
 NEWEST = 0.3
 BANDWIDTH = 0.3  # of the kernel in the gradient of thresholds, in units of codes
 RELATIVE_BANDWIDTH = 0.5  # with a target, over the threshold
