@@ -28,12 +28,8 @@ from saecli.sae.hub import Address
 from saecli.sae.library import Subject, find_subject, lasting_name, registered
 
 X = torch.from_numpy(ROWS).float()
-SCOPE, SCOPE_2, LLAMA, LEARNING = (
-    published.gemma_scope,
-    published.gemma_scope_2,
-    published.llama_scope,
-    published.dictionary_learning,
-)
+SCOPE, SCOPE_2 = published.gemma_scope, published.gemma_scope_2
+LLAMA, LEARNING = published.llama_scope, published.dictionary_learning
 GEMMA = "google/gemma"
 SCALED = "mlp-out/sae_group_gpt2_blocks.8.hook_mlp_out_24576:v1"
 
@@ -58,85 +54,57 @@ TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-
 R1 = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 FACTORS = {"llama": np.sqrt(D) / 12.5, "r1": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
 IN_CACHE = "models--google--gemma-scope-9b-it-mlp/snapshots/0b"
-OF_LAYER_12, OF_LAYER_17 = "layer_12/width_16k/average_l0_82", "layer_17_width_16k_l0_big"
-INSTRUCT, LARGE = "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"
-DISTILLED = "DeepSeek-R1-Distill-Llama-8B"
-GEMMA_2, GEMMA_3 = "gemma-scope-2b-pt", "gemma-scope-2-4b-pt"
+OF_12, OF_17 = "layer_12/width_16k/average_l0_82", "layer_17_width_16k_l0_big"
+SCOPE_2B, SCOPE_4B, SCOPE_270M = (f"gemma-scope-{size}-pt" for size in ("2b", "2-4b", "2-270m"))
+GEMMA_2B, GEMMA_4B, GEMMA_270M = (f"{GEMMA}-{size}" for size in ("2-2b", "3-4b-pt", "3-270m"))
+META, INSTRUCT, LARGE = "meta-llama/", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"
+BASE, DISTILLED = "Llama3_1-8B-Base", "DeepSeek-R1-Distill-Llama-8B"
+R1_SCOPE, ATTENTION = "Llama-Scope-R1-Distill/400M", "gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9"
+QWEN, QWEN_14B = "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt", "qwen3-14b-transcoders"
 EMBEDDING = partial(SCOPE, factor=1 / np.sqrt(D))
+UNIT, UNIT_R1 = (partial(LLAMA, r1=r1, unit_norms=True) for r1 in (False, True))
+GOODFIRE, DEEPSEEK = published.goodfire, partial(published.goodfire, part="")
+HEADS, TRANSCODER_14B = published.attention_heads, published.qwen_transcoder
 LEARNED = "AutoEncoder AutoEncoderTopK BatchTopKSAE MatryoshkaBatchTopKSAE JumpReluAutoEncoder"
-TO_MLP = "ln2.hook_normalized mlp_out"
+NORM_TO_MLP, MLP = "ln2.hook_normalized mlp_out", "mlp_in mlp_out"
+
+
+def qwen(path: Path) -> Published:
+    return published.qwen_scope(path.parent)
+
+
 # By place; the converter, if SAELens' does the same.
 FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
-    f"{GEMMA_2}-res/{OF_LAYER_12}": ("gemma2", SCOPE, f"{GEMMA}-2-2b 12 resid_post"),
-    f"{IN_CACHE}/{OF_LAYER_12}": ("", SCOPE, f"{GEMMA}-2-9b-it 12 mlp_out"),
-    f"{GEMMA_2}-att/{OF_LAYER_12}": ("gemma2-att", SCOPE, f"{GEMMA}-2-2b 12 attn_z"),
-    f"{GEMMA_2}-res/embedding/width_4k/l0_6": ("", EMBEDDING, f"{GEMMA}-2-2b 0 resid_pre"),
-    f"{GEMMA_2}-transcoders/{OF_LAYER_12}": (
-        "gemma2transcoder",
-        SCOPE,
-        f"{GEMMA}-2-2b 12 {TO_MLP}",
-    ),
-    f"{GEMMA_3}/resid_post/{OF_LAYER_17}": ("gemma", SCOPE_2, f"{GEMMA}-3-4b-pt 17 resid_post"),
-    f"gemma-scope-2-270m-pt/transcoder/{OF_LAYER_17}_affine": (
-        "transcoder",
-        TRANSCODER,
-        f"{GEMMA}-3-270m 17 mlp_in mlp_out",
-    ),
-    f"{GEMMA_3}/mlp_out_all/{OF_LAYER_17}": (
-        "gemma-bare",
-        unconfigured,
-        f"{GEMMA}-3-4b-pt 17 mlp_out",
-    ),
-    f"{GEMMA_3}/transcoder_all/{OF_LAYER_17}_affine": (
+    f"{SCOPE_2B}-res/{OF_12}": ("gemma2", SCOPE, f"{GEMMA_2B} 12 resid_post"),
+    f"{IN_CACHE}/{OF_12}": ("", SCOPE, f"{GEMMA}-2-9b-it 12 mlp_out"),
+    f"{SCOPE_2B}-att/{OF_12}": ("gemma2-att", SCOPE, f"{GEMMA_2B} 12 attn_z"),
+    f"{SCOPE_2B}-res/embedding/width_4k/l0_6": ("", EMBEDDING, f"{GEMMA_2B} 0 resid_pre"),
+    f"{SCOPE_2B}-transcoders/{OF_12}": ("gemma2transcoder", SCOPE, f"{GEMMA_2B} 12 {NORM_TO_MLP}"),
+    f"{SCOPE_4B}/resid_post/{OF_17}": ("gemma", SCOPE_2, f"{GEMMA_4B} 17 resid_post"),
+    f"{SCOPE_270M}/transcoder/{OF_17}_affine": ("transcoder", TRANSCODER, f"{GEMMA_270M} 17 {MLP}"),
+    f"{SCOPE_4B}/mlp_out_all/{OF_17}": ("gemma-bare", unconfigured, f"{GEMMA_4B} 17 mlp_out"),
+    f"{SCOPE_4B}/transcoder_all/{OF_17}_affine": (
         "transcoder-bare",
         unconfigured,
-        f"{GEMMA}-3-4b-pt 17 mlp_in mlp_out",
+        f"{GEMMA_4B} 17 {MLP}",
     ),
-    "Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
-        "llama",
-        partial(LLAMA, unit_norms=True),
-        "meta-llama/Llama-3.1-8B 15 resid_post",
-    ),
-    "Llama-Scope-R1-Distill/400M/L15R": (
-        "r1",
-        partial(LLAMA, r1=True, unit_norms=True),
-        f"{R1} 15 resid_post",
-    ),
-    "Llama-Scope-R1-Distill/400M/L15T": (
-        "",
-        partial(LLAMA, r1=True, transcodes=True),
-        f"{R1} 15 {TO_MLP}",
-    ),
-    "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
-        "qwen",
-        lambda path: published.qwen_scope(path.parent),
-        "Qwen/Qwen3-8B-Base 5 resid_post",
-    ),
+    f"{BASE}-LXR-8x/{BASE}-L15R-8x": ("llama", UNIT, f"{META}Llama-3.1-8B 15 resid_post"),
+    f"{R1_SCOPE}/L15R": ("r1", UNIT_R1, f"{R1} 15 resid_post"),
+    f"{R1_SCOPE}/L15T": ("", partial(LLAMA, r1=True, transcodes=True), f"{R1} 15 {NORM_TO_MLP}"),
+    QWEN: ("qwen", qwen, "Qwen/Qwen3-8B-Base 5 resid_post"),
     f"{INSTRUCT}-SAE-l19/{INSTRUCT}-SAE-l19.pth": (
         "goodfire",
-        published.goodfire,
-        f"meta-llama/{INSTRUCT} 19 resid_post",
+        GOODFIRE,
+        f"{META}{INSTRUCT} 19 resid_post",
     ),
     f"{LARGE}-SAE-l50/{LARGE}-SAE-l50.pt": (
         "goodfire-large",
-        published.goodfire,
-        f"meta-llama/{LARGE} 50 resid_post",
+        GOODFIRE,
+        f"{META}{LARGE} 50 resid_post",
     ),
-    f"{DISTILLED}-SAE-l19/{DISTILLED}-SAE-l19.pt": (
-        "deepseek",
-        partial(published.goodfire, part=""),
-        f"{R1} 19 resid_post",
-    ),
-    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": (
-        "attention",
-        published.attention_heads,
-        "gpt2 0 attn.hook_z",
-    ),
-    "qwen3-14b-transcoders/layer_5.safetensors": (
-        "mwhanna",
-        published.qwen_transcoder,
-        "Qwen/Qwen3-14B 5 mlp_in mlp_out",
-    ),
+    f"{DISTILLED}-SAE-l19/{DISTILLED}-SAE-l19.pt": ("deepseek", DEEPSEEK, f"{R1} 19 resid_post"),
+    f"attn-saes/{ATTENTION}.pt": ("attention", HEADS, "gpt2 0 attn.hook_z"),
+    f"{QWEN_14B}/layer_5.safetensors": ("mwhanna", TRANSCODER_14B, f"Qwen/Qwen3-14B 5 {MLP}"),
     **{
         f"lm_sae/{name}/trainer_0": (
             f"learning-{name}",
