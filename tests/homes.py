@@ -277,8 +277,7 @@ def steerable(activation: Activation | None = None, d_in: int = 16) -> SAE:
 
 def crosscoder_of(places: list[dict[str, Any]], width: int = 16) -> SAE:
     """A crosscoder of hook points of one width, which it records."""
-    sae = steerable(Relu(), d_in=width * len(places))
-    cross = SAE(**sae.tensors(), activation=sae.activation, widths=(width,) * len(places))
+    cross = steerable(d_in=width * len(places)).with_widths((width,) * len(places))
     cross.metadata = places[0] | {"inputs": places}
     return cross
 

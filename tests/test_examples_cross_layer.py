@@ -25,7 +25,6 @@ from saecli.base.home import Home
 from saecli.model import TINY_GEMMA2
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.codes import Codes
-from saecli.sae.dictionary import SAE
 
 ASSETS = Path(saecli.__file__).parent / "assets"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -148,12 +147,7 @@ def make_set(
         return
     for layer in range(DEPTH):
         data, target = (f"{stores}-l{layer}-{site}" for site in SITES)
-        sae = saecli.load_sae(f"t-m-l{layer}-mlp_in", home)
-        if activation is not None:
-            sae = sae.changed(activation)
-        tensors = sae.tensors()
-        parts = [tensors.pop(part) for part in ("W_enc", "b_enc", "W_dec", "b_dec")]
-        made = SAE(*parts, sae.activation, tensors, **changes)
+        made = saecli.load_sae(f"t-m-l{layer}-mlp_in", home).changed(activation, **changes)
         origin = {"model": model, "layer": layer, "site": SITES[0]}
         origin |= {"target_layer": layer, "target_site": SITES[1]}
         make_run(home, f"{name}-{layer}", made, data=data, origin=origin, target=target)

@@ -226,8 +226,7 @@ def test_the_model_chooses_a_crosscoders_hook_point(sae: CommandLine, tmp_path: 
     other = str(save_model(tmp_path / "other"))
     for name, its_model in (("texts", model), ("others", other)):
         make_text_store(sae.home, name, its_model)
-    wide = random_sae(d_in=2 * D)
-    cross = SAE(**wide.tensors(), activation=wide.activation, widths=(D, D))
+    cross = random_sae(d_in=2 * D).with_widths((D, D))
     make_run(sae.home, "cross", cross, data="texts", beside=["others"])
     for name, its_model, W_dec in (
         ("first", model, cross.W_dec[:, :D]),

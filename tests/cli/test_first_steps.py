@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine, fvu, make_store, some_rows
+from homes import CommandLine, fvu, make_run, make_store, same, some_rows
 from launching import captured
 
 import saecli
-from saecli.base.errors import ConfigError, StoreError
+from saecli.base.errors import ConfigError
 from saecli.cli import demo
 
 
@@ -50,8 +50,12 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
     fitted = saecli.fit("rows", d_sae=16, epochs=1)
     store = saecli.open_store("rows")
     assert torch.equal(fitted.W_enc, saecli.fit(store, d_sae=16, epochs=1).W_enc)
-    with pytest.raises(StoreError, match="there is no activation store named 'row'"):
-        saecli.fit("row")
+    assert saecli.open_store().name == "more"
+    make_run(sae.home, "run", fitted)
+    assert same(saecli.load_sae(), saecli.load_sae("run"))
+    for opened in (saecli.open_store, saecli.load_sae, saecli.fit):
+        with pytest.raises(saecli.SaeError, match="`sae list` shows every"):
+            opened("nowhere")
     for stores, words in (((), "takes stores"), (([store, store],), "got a list")):
         with pytest.raises(ConfigError, match=words):
             saecli.join(*stores)

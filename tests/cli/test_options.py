@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 from annotated_types import Ge, Gt, Le, Lt
-from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, assert_same_weights, make_store, some_rows
 from typer.testing import CliRunner
 
 import saecli
@@ -188,31 +188,6 @@ def test_a_public_function_names_types_and_describes_what_its_command_takes(name
         param = params[option.name]
         assert param.required == (option.default is REQUIRED)
         assert option.help in param.help and f"{argument}: {option.help}" in function.__doc__
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "value"),
-    [
-        ("eval", "split", "half"),
-        ("eval", "tokens", 0),
-        ("probe", "rows", 10),
-        ("read", "top", 0),
-        ("report", "examples", 101),
-        ("steer", "temperature", -1.0),
-        ("geometry", "radius", 0.0),
-        ("explain", "concurrency", 0),
-        ("effects", "documents", 1),
-    ],
-)
-def test_python_and_commands_refuse_alike(sae: CommandLine, name: str, argument: str, value: Any):
-    option = arguments_of(BY_COMMAND[name])[argument]
-    make_run(sae.home, "run", random_sae())
-    needed = {"steer": "--latent 1 --prompt a", "report": "--out x", "read": "--prompt a"}
-    said = sae(f"{name} {needed.get(name, '')}", f"--{argument}={value}").err
-    with pytest.raises(ConfigError) as refused:
-        option.checked(value)
-    (expected, _) = str(refused.value).split(", got ")
-    assert f"{expected}, got " in said
 
 
 QUICK = ["--d-sae", "24", "--epochs", "2"]

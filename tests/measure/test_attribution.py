@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import saecli
 from saecli.model import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Relu, TopK
-from saecli.sae.dictionary import SAE
 
 PLACE: dict[str, Any] = {"layer": 1, "site": "resid_post"}
 MLP = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
@@ -115,8 +114,7 @@ def test_removals_are_those_of_spliced_codes_set_to_zero(place: dict[str, Any]):
     sae = steerable(TopK(k=6), d_in=128)
     if place is MLP:
         W_skip = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)) / 12
-        tensors = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
-        sae = SAE(*tensors, sae.activation, sae.activation_parameters, W_skip=W_skip)
+        sae = sae.changed(W_skip=W_skip)
     sae.metadata = {"model": TINY_GEMMA2, **place}
     why = saecli.read(sae, PROMPT, why=" in", against="items", top=4)["why"]
     assert [why["token"], why["against"]] == [" in", " items"]

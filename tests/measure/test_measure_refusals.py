@@ -14,7 +14,6 @@ from homes import after_commands, make_run, make_store, random_sae, some_rows, s
 
 import saecli
 from saecli.model import TINY_GEMMA2
-from saecli.sae.dictionary import SAE
 
 QUICK = "train --epochs 2 --batch-size 64 --data rows"
 TRAINED = (
@@ -70,8 +69,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("two", steerable(d_in=128), {"inputs": TWO}),
         ("backwards", steerable(d_in=128), {"target_layer": 0, "target_site": "resid_post"}),
     ):
-        widths = (64, 64) if name == "two" else ()
-        own = SAE(**sae.tensors(), activation=sae.activation, widths=widths)
+        own = sae.with_widths((64, 64) if name == "two" else ())
         make_run(home, name, own, origin=READS | more)
     saecli.save_sae(steerable(d_in=128), home / "saved")
     saecli.save_sae(

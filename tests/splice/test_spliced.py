@@ -26,8 +26,7 @@ def at(place: dict[str, Any], activation: Activation | None = None, skip: bool =
     sae = steerable(activation)
     if skip:
         W_skip = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)) / 4
-        tensors = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
-        sae = SAE(*tensors, sae.activation, sae.activation_parameters, W_skip=W_skip)
+        sae = sae.changed(W_skip=W_skip)
     sae.metadata = dict(place)
     return sae
 

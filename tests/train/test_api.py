@@ -12,7 +12,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from homes import fvu, make_run, make_store, random_sae, same, some_rows
+from homes import fvu, make_store, random_sae, same, some_rows
 from storing import make_store as make_documents
 
 import saecli
@@ -214,17 +214,6 @@ def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae, tmp_pat
     said = "in another order.*layer 1 resid_post, layer 3 resid_post"
     with pytest.raises(saecli.SaeError, match=said):
         saecli.evaluate(tmp_path / "both", [three.name, one.name])
-
-
-def test_names_are_looked_up_in_the_home_of_the_environment(tmp_path: Path, monkeypatch):
-    make_store(tmp_path, "rows", some_rows(20))
-    make_run(tmp_path, "run", random_sae())
-    monkeypatch.setenv("SAE_HOME", str(tmp_path))
-    assert saecli.open_store().name == saecli.open_store("rows").name == "rows"
-    assert same(saecli.load_sae(), saecli.load_sae("run"))
-    for opened in (saecli.open_store, saecli.load_sae):
-        with pytest.raises(saecli.SaeError, match="`sae list` shows every"):
-            opened("nowhere")
 
 
 def test_import_is_light_and_every_name_is_there_and_typed():
