@@ -32,6 +32,17 @@ def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigEr
     )
 
 
+def does_nothing(option: str, why: str) -> ConfigError:
+    """Of an option without effect: `why` says where, and after a semicolon what to do."""
+    return ConfigError(f"{flag_of(option)} does nothing {why}")
+
+
+def refuse_idle(options: Iterable[str], why: str) -> None:
+    """ConfigError for the first of options that all do nothing."""
+    for option in sorted(options):
+        raise does_nothing(option, why)
+
+
 def demand_at_least(option: str, value: float | None, least: int = 1) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{flag_of(option)} must be at least {least}, got {value}")

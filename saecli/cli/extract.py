@@ -16,7 +16,7 @@ from annotated_types import Ge
 from ..base.errors import ConfigError
 from ..base.options import Config, Shown, arguments_of, options_from, options_of
 from ..base.processes import communicator
-from ..base.words import flag_of
+from ..base.words import refuse_idle
 from ..extract.options import ExtractConfig
 from ..measure.functions import evaluate
 from ..store.origin import Site
@@ -95,10 +95,7 @@ def command(
         from ..show.tables import modules_table
 
         idle = session.given - {"model", "model_revision", "list_modules", "json"}
-        if idle:
-            raise ConfigError(
-                f"{flag_of(min(idle))} does nothing with --list-modules; leave one of them out"
-            )
+        refuse_idle(idle, "with --list-modules; leave one of them out")
         models = options.get("model", (ExtractConfig.model,))
         if len(models) > 1:
             raise ConfigError(f"--list-modules takes one --model, got {len(models)}; name one")

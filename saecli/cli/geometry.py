@@ -18,6 +18,7 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.options import all_arguments
+from ..base.words import does_nothing
 from ..geometry.functions import geometry
 from .options import SEVERAL, Json, Plot, Runs, configured, start
 
@@ -49,9 +50,7 @@ def command(
 
     session, arguments = start(ctx), all_arguments(geometry, options)
     if corners is not None and plot is None:
-        raise ConfigError(
-            "--slice does nothing without --plot; leave it out, or name a picture with --plot"
-        )
+        raise does_nothing("slice", "without --plot; leave it out, or name a picture with --plot")
     if plot is not None and len(runs or ()) > 1:
         raise ConfigError(f"--plot draws one SAE, got {len(runs or ())} runs; name one of them")
     data, split = arguments.pop("data"), arguments.pop("split")

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from ..base.errors import ConfigError
+from ..base.words import does_nothing
 from ..measure.functions import steer
 from .options import Json, Run, configured, start
 
@@ -29,8 +29,6 @@ def command(
 
     session = start(ctx)
     if "seed" in options and not options.get("temperature"):
-        raise ConfigError(
-            "--seed does nothing without --temperature; leave it out, or sample at a temperature above 0"
-        )
+        raise does_nothing("seed", "without --temperature; leave it out, or sample")
     document = session.call(steer, sae=run, **options)
     session.console.print_result(document, *steering_tables(document))

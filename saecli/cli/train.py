@@ -30,7 +30,7 @@ from ..base.errors import ConfigError, SaeError
 from ..base.home import checked_name, now
 from ..base.options import options_from
 from ..base.processes import communicator
-from ..base.words import flag_of
+from ..base.words import flag_of, refuse_idle
 from ..extract.options import ExtractConfig
 from ..model import TINY_GEMMA2
 from ..sae.activations import ACTIVATIONS
@@ -275,12 +275,11 @@ def _rows(
 
     processes, values = communicator(), options[0].values
     if "model" in values:
-        idle = session.given & {"data", "each", "target", "fraction", "checkpoint_every"}
-        if idle:
-            raise ConfigError(
-                f"{flag_of(min(idle))} does nothing with --model {values['model']}, whose rows are not "
-                "stored; leave one of them out, or store rows by `sae extract`"
-            )
+        refuse_idle(
+            session.given & {"data", "each", "target", "fraction", "checkpoint_every"},
+            f"with --model {values['model']}, whose rows are not stored; leave one of them out, or store rows by "
+            "`sae extract`",
+        )
         if len(options) > 1:
             raise ConfigError(
                 "--model gives its rows once, to one run: expected one value of each option, got "
@@ -293,10 +292,7 @@ def _rows(
             )
         return _rows_of_model(session, values, claims, from_sae)
     idle = session.given & {option.name for option in FROM_MODEL}
-    if idle:
-        raise ConfigError(
-            f"{flag_of(min(idle))} does nothing without --model; name a model, or leave it out"
-        )
+    refuse_idle(idle, "without --model; name a model, or leave it out")
     stores = processes.main_first(lambda: open_joined(session.home, *names, session.console))
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")

@@ -9,7 +9,7 @@ from annotated_types import Ge
 from ..base.errors import ConfigError
 from ..base.files import expanded
 from ..base.options import Config, Count, Positive, Shown, options_of
-from ..base.words import counted, flag_of
+from ..base.words import counted, does_nothing, flag_of
 from ..model import TINY_GEMMA2, ModelDtype
 from ..store.options import MAX_NORM_HELP, StoredDtype
 from .readers import DEFAULT_CONFIGS, STDLIB_DOCS, TEXT_FILES, reader_of
@@ -153,9 +153,7 @@ class ExtractConfig(Config):
             # One dataset needs no weight.
             candidates = datasets[1:] if name == "mix" else datasets
             if not any(_takes(name, dataset) for dataset in candidates):
-                raise ConfigError(
-                    f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
-                )
+                raise does_nothing(name, f"with the dataset {datasets[0]}; leave it out")
         of_each = [self._of_each(name, datasets) for name in OF_SOURCE]
         sources = tuple(
             TextSource(dataset, config, split, column, revision, chat=_may_be_chat(dataset))
@@ -167,8 +165,8 @@ class ExtractConfig(Config):
                 "--dataset must name different texts, got one twice; use --mix to weight them"
             )
         if self.packed and self.positions == "last":
-            raise ConfigError(
-                "--packed does nothing with --positions last, one row from each document's own window; leave it out"
+            raise does_nothing(
+                "packed", "with --positions last, one row of each document; leave it out"
             )
         weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
         shares = tuple(weight / sum(weights) for weight in weights)

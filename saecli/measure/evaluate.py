@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.console import Listener
 from ..base.errors import ConfigError, ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
-from ..base.words import counted
+from ..base.words import counted, does_nothing
 from ..model.choice import READ, check_rows, source_of, unlike
 from ..model.windows import stored_windows
 from ..sae.codes import Codes, SparseCodes
@@ -76,9 +76,7 @@ def compare_measured(
 
 def check_tokens(tokens: int | None, model: Any) -> None:
     if tokens is not None and not model:
-        raise ConfigError(
-            "--tokens does nothing without --model; leave it out, or name the language model"
-        )
+        raise does_nothing("tokens", "without --model; leave it out, or name the language model")
 
 
 @contextmanager

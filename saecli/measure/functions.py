@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from ..base.console import listening
-from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import Count, NonNegative, Seed, Shown, checked
-from ..base.words import demand_text, flag_of, unknown_choice
+from ..base.words import demand_text, refuse_idle, unknown_choice
 from ..store.origin import last_layer, place_given
 from .arguments import (
     PATH,
@@ -424,11 +423,9 @@ def explain(
     server = Server(endpoint, model_name, concurrency, max_tokens, dry_run)
     making = {"data": data, "target": target, "latent": latents, "latents": count}
     making["endpoint"] = endpoint
-    idle = [name for name, value in making.items() if value is not None]
-    if labels is not None and idle:
-        raise ConfigError(
-            f"{flag_of(idle[0])} does nothing with --labels, which makes no labels; leave one of them out"
-        )
+    if labels is not None:
+        idle = [name for name, value in making.items() if value is not None]
+        refuse_idle(idle, "with --labels, which makes no labels; leave one of them out")
     listener, at = listening(progress), Home.at(home)
     opened = open_sae(at, sae, listener)
     subject, d_sae = opened[0], opened[1].sae.d_sae

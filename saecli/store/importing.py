@@ -15,7 +15,7 @@ from ..base.files import appearing_whole, file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
 from ..base.processes import writing_thread
-from ..base.words import counted, flag_of, printable, size_words
+from ..base.words import counted, printable, refuse_idle, size_words
 from .array_files import ArraySource, Files, open_array
 from .blocks import RowBlock
 from .opening import DERIVED, finished_store, note_when_stopped, warn_of_nonfinite
@@ -61,7 +61,8 @@ def import_array(
     if not words:
         raise ConfigError("there is nothing to import: expected a file or more, got none; name one")
     listener = listening(progress)
-    _refuse(OF_WORLDS & options.keys(), words[0], "leave it out, or import synthetic")
+    idle = OF_WORLDS & options.keys()
+    refuse_idle(idle, f"with {words[0]}; leave it out, or import synthetic")
     demand_known("import_array", options, options_of(ImportConfig), "import")
     if isinstance(options.get("shape"), tuple | list):
         options["shape"] = ",".join(map(str, options["shape"]))
@@ -95,11 +96,6 @@ def import_array(
             "--drop-zeros leaves them out"
         )
     return store
-
-
-def _refuse(options: Iterable[str], source: str, remedy: str) -> None:
-    for option in sorted(options):
-        raise ConfigError(f"{flag_of(option)} does nothing with {source}; {remedy}")
 
 
 def _stored_dtype(config: ImportConfig, default: StoredDtype) -> StoredDtype:
@@ -173,7 +169,7 @@ def import_synthetic(
     Raises ConfigError for an option that is unknown, invalid, or has no effect here, and as `import_array`.
     """
     listener = listening(progress)
-    _refuse(OF_ARRAYS & options.keys(), SYNTHETIC, "leave it out")
+    refuse_idle(OF_ARRAYS & options.keys(), f"with {SYNTHETIC}; leave it out")
     demand_known("import_synthetic", options, [*OF_WORLDS, *OF_BOTH], "import synthetic")
     shape = ImportConfig(**{name: options.pop(name) for name in OF_BOTH & options.keys()})
     config, dtype = SyntheticConfig(**options), _stored_dtype(shape, "float32")

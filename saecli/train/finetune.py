@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, RunError
 from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import communicator
-from ..base.words import flag_of
+from ..base.words import does_nothing, refuse_idle
 from ..extract.extraction import Streamed, open_stream
 from ..extract.options import ExtractConfig
 from ..extract.plan import Selection
@@ -142,10 +142,8 @@ class Opened:
 def _demand_one_text(text: Mapping[str, Any], named: NamedStores | None) -> None:
     if "dataset" in text and named is not None:
         raise ConfigError("cannot use both --data and --dataset at the same time; use one of them")
-    if text and "dataset" not in text:
-        raise ConfigError(
-            f"{flag_of(min(text))} does nothing without --dataset; leave it out, or name a text"
-        )
+    if "dataset" not in text:
+        refuse_idle(text, "without --dataset; leave it out, or name a text")
 
 
 def _open_stores(
@@ -338,7 +336,7 @@ def finetune(
     """
     demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
     if "log_to" in options:
-        raise ConfigError("--log-to does nothing in finetune, which writes no files; leave it out")
+        raise does_nothing("log_to", "in finetune, which writes no files; leave it out")
     listener = listening(progress)
     settings = FinetuneSettings.of({"model": model, **options})
     names = [data] if isinstance(data, str) else data

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
 from ..base.errors import ConfigError, StoreError
 from ..base.processes import Communicator, local_world
-from ..base.words import counted, number
+from ..base.words import counted, does_nothing, number, refuse_idle
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.opening import Joined
@@ -111,8 +111,8 @@ class Plan:
     ) -> Self:
         """Every default filled in; ConfigError if settings contradict each other, or do nothing together."""
         if training.skip and not train_rows.d_target:
-            raise ConfigError(
-                "--skip does nothing without --target; leave it out, or name the store that is predicted"
+            refuse_idle(
+                ["skip"], "without --target; leave it out, or name the store that is predicted"
             )
         if start is not None:
             training, activation = start.inherit(training, activation, train_rows)
@@ -218,9 +218,8 @@ def fill_defaults(
 
 def _check_k_start(k_start: int, activation: Activation, d_sae: int) -> None:
     if not isinstance(activation, KeepsK):
-        raise ConfigError(
-            f"--k-start does nothing with --act {activation.name}; leave it out, or use an activation with --k"
-        )
+        advice = "leave it out, or use an activation with --k"
+        raise does_nothing("k_start", f"with --act {activation.name}; {advice}")
     if not activation.k <= k_start <= d_sae:
         raise ConfigError(
             f"--k-start must be from --k, {activation.k}, to --d-sae, {d_sae}, got {k_start}; change one of them"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeAlias
 
 from ...base.errors import ConfigError
 from ...base.options import Config, Count, Positive, Shown
-from ...base.words import flag_of
+from ...base.words import does_nothing, flag_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -218,9 +218,8 @@ class Activation(Config):
                 f"{', '.join(self.penalties())}"
             )
         if getattr(self, "target_l0", None) is not None and sparsity != "target-l0":
-            raise ConfigError(
-                f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity target-l0"
-            )
+            advice = "leave it out, or use --sparsity target-l0"
+            raise does_nothing("target_l0", f"with --sparsity {sparsity}; {advice}")
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         """With the defaults that its penalty needs; idempotent."""
