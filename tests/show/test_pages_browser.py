@@ -41,7 +41,7 @@ def test_pages_open_from_disk_and_fetch_only_the_latents_opened(open_page: Any):
         == 10
     )
     opened.page.click("a[rel=up]")
-    assert opened.page.locator(".latents").is_visible()
+    opened.page.wait_for_selector(".latents")
     assert opened.said == []
 
 
@@ -66,9 +66,9 @@ def test_search_finds_tokens_and_numbers(open_page: Any):
     measures = opened.page.locator(".entries").first.text_content()
     assert "prefixes 0 latents64" in measures and "[object" not in measures
     opened.page.fill("#search", "w7")
+    columns = zip(index["tokens"], index["snippets"], index["promoted"], strict=True)
     texts = [
-        "\n".join([*tokens, "".join(snippet)])
-        for tokens, snippet in zip(index["tokens"], index["snippets"], strict=True)
+        "\n".join([*tokens, "".join(snippet), *promoted]) for tokens, snippet, promoted in columns
     ]
     expected = [latent for latent in interesting(index) if "w7" in texts[latent]]
     assert [int(row[0]) for row in opened.rows()] == expected[:50]
@@ -139,9 +139,8 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Any):
 def test_latents_of_a_crosscoder_are_filtered_by_class(open_page: Any):
     opened = open_page("two")
     index = index_of(opened.folder)["latents"]
-    assert (
-        "resid_post of layer 3 of model + resid_post of layer 3 of other"
-        in opened.page.inner_text("header:visible")
+    assert "layer 3, resid_post of model + layer 3, resid_post of other" in opened.page.inner_text(
+        "header:visible"
     )
     assert len(index["classes"]) > 1
     for number, name in enumerate(index["classes"]):
