@@ -77,9 +77,7 @@ def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarr
 def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 0) -> SAE:
     activation = activation or Relu()
     generator = torch.Generator().manual_seed(seed)
-    W_enc, b_enc, b_dec = (
-        torch.randn(*shape, generator=generator) for shape in ((d_in, F), (F,), (d_in,))
-    )
+    W_enc, b_enc, b_dec = (torch.randn(*n, generator=generator) for n in ((d_in, F), (F,), (d_in,)))
     return SAE(W_enc, b_enc, W_enc.T / 10, b_dec, activation, activation.parameters(F))
 
 

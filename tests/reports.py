@@ -17,23 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from saecli.sae.activations import Activation
 from saecli.sae.dictionary import SAE
 
-NASTY = [
-    "</script><img src=x onerror=fail()>",
-    "<!--",
-    "]]>",
-    "&amp;",
-    "שלום",
-    "\u202eover",
-    "long" * 250,
-    "🙂",
-    "{{",
-    "data",
-    "}}",
-    "\u2028",
-    "'\"`",
-    "${1}",
-    "\\u003c",
-]
+NASTY = ["</script><img src=x onerror=fail()>", *"<!-- ]]> &amp; שלום".split(), "\u202eover"]
+NASTY += ["long" * 250, *"🙂 {{ data }}".split(), "\u2028", *"'\"` ${1} \\u003c".split()]
 WORDS = ["<unk>", *NASTY, *(f"w{number}" for number in range(30))]
 
 

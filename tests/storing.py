@@ -29,13 +29,8 @@ def make_meta(
     d_in: int, dtype: str = "float32", *, sources: tuple[str, ...] = (), **fields: Any
 ) -> StoreMeta:
     """A small store's meta."""
-    defaults = {
-        "request_hash": "request",
-        "source": {"dataset": "test"},
-        "shard_rows": 100,
-        "chunk_rows": 8,
-        "sources": dict.fromkeys(sources, 0),
-    }
+    defaults = {"request_hash": "request", "source": {"dataset": "test"}, "shard_rows": 100}
+    defaults |= {"chunk_rows": 8, "sources": dict.fromkeys(sources, 0)}
     return StoreMeta(dtype=dtype, d_in=d_in, **defaults | fields)
 
 

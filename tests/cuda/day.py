@@ -76,16 +76,8 @@ def run_part(name: str, day: Day) -> Figures:
 def in_process(name: str, day: Day, limit: float) -> Figures:
     """A part in a process of its own, with its seconds."""
     began, found = time.perf_counter(), day.folder / f"{name}.json"
-    command = [
-        sys.executable,
-        __file__,
-        "--part",
-        name,
-        "--device",
-        day.device,
-        "--out",
-        str(day.folder),
-    ]
+    command = [sys.executable, __file__, "--part", name, "--device", day.device]
+    command += ["--out", str(day.folder)]
     part = subprocess.Popen(command, start_new_session=True)
     try:
         part.wait(limit)

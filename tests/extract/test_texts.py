@@ -229,16 +229,8 @@ def test_files_that_cannot_be_read_give_one_sentence(tmp_path, name, content, co
 
 GOOD = b'{"text": "t"}\n'
 ALIKE = ".*; 1 of 99 rows are bad, and at most 1% may be$"
-BAD = [
-    b'{"text"\n',
-    b"[1]\n",
-    b'{"body": "b"}\n',
-    b'{"text": 1}\n',
-    b'{"text": "\xe9"}\n',
-    b'{"text": "\\udc80"}\n',
-    b"[" * 100_000 + b"\n",
-    b"9" * 5000 + b"\n",
-]
+BAD = [b'{"text"\n', b"[1]\n", b'{"body": "b"}\n', b'{"text": 1}\n', b'{"text": "\xe9"}\n']
+BAD += [b'{"text": "\\udc80"}\n', b"[" * 100_000 + b"\n", b"9" * 5000 + b"\n"]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
@@ -447,10 +439,7 @@ def test_the_effect_by_source_is_that_of_its_store_alone(sae: CommandLine, tmp_p
     for name, texts in (("mixed", mixed), ("a", mixed[:2]), ("b", mixed[4:6])):
         assert sae(*words, name, *texts).status == 0
     ends = [f"-l1-{site}" for site in sites] if sites[1:] else [""]
-    data = [
-        [word for end in ends for word in ("--data", f"{name}{end}")]
-        for name in ("mixed", "a", "b")
-    ]
+    data = [[w for end in ends for w in ("--data", f"{name}{end}")] for name in ("mixed", "a", "b")]
     line = "train --act topk --k 4 --d-sae 64 --steps 50 --name run"
     assert sae(line, *data[0]).status == 0
     line = "eval run --split all --model tiny-gemma2 --tokens 1000000 --json"

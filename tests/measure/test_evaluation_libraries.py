@@ -56,13 +56,7 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(trained: CommandLi
     whole = [window.token_ids.tolist() for window in windows]
     (tmp_path / "windows.json").write_text(json.dumps(whole))
     words = (BUNDLED[TINY_GEMMA2], f"model.layers.{LAYER}", tmp_path / "windows.json")
-    command = [
-        python,
-        SCRIPTS / "saelens.py",
-        "evaluate",
-        *words,
-        *(tmp_path / act for act in RUNS),
-    ]
+    command = [python, SCRIPTS / "saelens.py", "evaluate", *words, *(tmp_path / a for a in RUNS)]
     done = captured(command, check=True)
     options = f"--split all --model {TINY_GEMMA2} --tokens 1000000 --json"
     ours = trained("eval", *RUNS, *options.split()).json

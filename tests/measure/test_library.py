@@ -195,9 +195,8 @@ def test_a_model_in_another_precision_or_folder_is_the_same_model(tmp_path, opti
     copied = shutil.copytree(folder, tmp_path / "copied")
     for rows, model in product(("half", "named"), (folder, copied)):  # warnings are errors
         saecli.evaluate(sae, rows, model=str(model), **home)
-    (copied / "model.safetensors").write_bytes(
-        (copied / "model.safetensors").read_bytes()[:-4] + b"1234"
-    )
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"1234")
     for rows in ("half", "named"):
         with pytest.warns(UserWarning, match=f"came from {folder}, and is run through {copied}"):
             saecli.evaluate(sae, rows, model=str(copied), **home)

@@ -174,14 +174,10 @@ def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, t
     settings = [document[name] for name in ("model", "context", "rows", "folds")]
     assert settings == [TINY_GEMMA2, 128, 60, 5]
     keys = ("run", "layer", "site", "k")
-    assert [tuple(line[key] for key in keys) for line in document["probes"]] == [
-        ("first", 1, "resid_post", 2),
-        ("first", 1, "resid_post", 8),
-        ("second", 2, "resid_post", 2),
-        ("second", 2, "resid_post", 8),
-        (None, 1, "resid_post", None),
-        (None, 2, "resid_post", None),
-    ]
+    probed = [("first", 1, 2), ("first", 1, 8), ("second", 2, 2), ("second", 2, 8)]
+    probed += [(None, 1, None), (None, 2, None)]  # all dimensions
+    expected = [(run, layer, "resid_post", k) for run, layer, k in probed]
+    assert [tuple(line[key] for key in keys) for line in document["probes"]] == expected
     assert [line["set"] for line in document["by_set"]] == ["5_last_word"] * 6 + ["12_no word"] * 6
     word, noise = document["by_set"][:6], document["by_set"][6:]
     dense = {line["layer"]: line["auc"] for line in document["probes"] if line["run"] is None}

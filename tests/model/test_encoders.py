@@ -29,15 +29,8 @@ from saecli.store.origin import SITES, HookPoint
 
 WORDS = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<mask>"]
 CLS, EOS, MASK = 0, 2, WORDS.index("<mask>")
-SIZES = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-}
+SIZES = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "pad_token_id": 1}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
 ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": MASK}
 LOCAL = {"global_attn_every_n_layers": 2, "local_attention": 4}
 SPECIAL = {"bos_token_id": CLS, "eos_token_id": EOS, "cls_token_id": CLS, "sep_token_id": EOS}

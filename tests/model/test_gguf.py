@@ -27,14 +27,9 @@ def saved(
     folder: Path, architecture: str = "llama", quantisation: str = "Q8_0", factors: bool = False
 ) -> tuple[Path, Path]:
     layers = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = CONFIGS[architecture](
-        hidden_size=32,
-        intermediate_size=64,
-        **layers,
-        vocab_size=len(WORDS),
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(WORDS)}
+    sizes |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
+    config = CONFIGS[architecture](**sizes, **layers)
     path, plain = save_both(folder, config, quantisation, factors)
     load_tokenizer(find_model(str(path))).save_pretrained(plain)
     return path, plain

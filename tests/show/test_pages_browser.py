@@ -35,11 +35,8 @@ def test_pages_open_from_disk_and_fetch_only_the_latents_opened(open_page: Any):
     assert opened.page.locator(".example").count() == 12
     link = opened.page.locator("a", has_text="Neuronpedia")
     assert link.get_attribute("href") == f"https://www.neuronpedia.org/{SOURCE}/17"
-    assert (
-        opened.page.locator(".ranked .up").count()
-        == opened.page.locator(".ranked .down").count()
-        == 10
-    )
+    for side in ("up", "down"):
+        assert opened.page.locator(f".ranked .{side}").count() == 10
     opened.page.click("a[rel=up]")
     opened.page.wait_for_selector(".latents")
     assert opened.said == []

@@ -174,12 +174,8 @@ def test_patterns_show_sizes_with_the_most_frequent_latents_first(drawn, tmp_pat
 
 
 def test_frontier_draws_each_run_and_joins_families(drawn: list[Figure], tmp_path: Path) -> None:
-    runs = (
-        ("a", 10.0, 0.3, "topk"),
-        ("b", 20.0, 0.2, "topk"),
-        ("c", 20.0, 0.25, "relu"),
-        ("d", 5.0, 0.3, "relu"),
-    )
+    runs = [("a", 10.0, 0.3, "topk"), ("b", 20.0, 0.2, "topk")]
+    runs += [("c", 20.0, 0.25, "relu"), ("d", 5.0, 0.3, "relu")]
     draw_frontier(tmp_path / "x.png", *compared(*runs))
     lines = drawn[0].axes[0].lines
     points = [line for line in lines if line.get_linestyle() == "None"]

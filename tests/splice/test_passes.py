@@ -272,9 +272,8 @@ def test_a_crosscoder_of_two_is_spliced_into_each(sae: CommandLine, folder: Path
         def spliced(x: Tensor, y_hat: Iterator[Tensor] = y_hat) -> Tensor:
             return next(y_hat)
 
-        assert_same_effects(
-            effect, effects_by_hooks(llama, llama.model.layers[LAYER], windows, spliced)
-        )
+        expected = effects_by_hooks(llama, llama.model.layers[LAYER], windows, spliced)
+        assert_same_effects(effect, expected)
     for wrong in (names[:1], [*names[:1], *names[:1]]):
         with pytest.raises(saecli.SaeError, match="model must be given once for each model that"):
             saecli.evaluate(cross, joined, model=wrong, home=sae.home)

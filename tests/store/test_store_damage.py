@@ -114,9 +114,8 @@ def document(tmp_path_factory):
 )
 def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, change, said):
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "store.json").write_text(
-        change if isinstance(change, str) else json.dumps(document | change)
-    )
+    text = change if isinstance(change, str) else json.dumps(document | change)
+    (tmp_path / "s" / "store.json").write_text(text)
     with pytest.raises(StoreError, match=rf"cannot read .*store\.json: {said}"):
         ActivationStore.open(tmp_path / "s")
 

@@ -48,10 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stores(home: Path) -> Stores:
     options = {"rows": 1200, "home": home, "device": "cpu"}
-    return [
-        saecli.extract("tiny-gemma2", layer=layer, name=f"layer-{layer}", **options)
-        for layer in LAYERS
-    ]
+    return [saecli.extract("tiny-gemma2", layer=n, name=f"layer-{n}", **options) for n in LAYERS]
 
 
 @pytest.fixture(scope="module")

@@ -162,10 +162,8 @@ def test_the_order_of_the_rows_has_a_seed_of_its_own(sae: CommandLine):
 @pytest.mark.parametrize("act", ["topk", "batchtopk", "matching-pursuit"])
 def test_k_falls_over_the_first_half_of_the_steps(sae: CommandLine, act: str):
     make_store(sae.home, "rows", some_rows(640))
-    words = (
-        f"train --act {act} --k 2 --k-start 6 --d-sae 24 --batch-size 64 --steps 20 --name falls"
-    )
-    sae(words).succeeds()
+    line = f"train --act {act} --k 2 --k-start 6 --d-sae 24 --batch-size 64 --steps 20"
+    sae(line, "--name", "falls").succeeds()
     lines = read_metrics(sae.home / "runs" / "falls")
     l0s = [line["batch_l0"] for line in lines if "batch_l0" in line]
     assert 2 < l0s[0] <= 6 and l0s[-1] <= 2
