@@ -1,7 +1,8 @@
 """Find the latents that tell two sides apart, on documents that did not choose them.
 
-A and B are two stores; two sources, or chat roles, of one store (--data); or the texts of --pairs, read through the
-language model. Pairs, roles and stores of the same text are compared document by document.
+A and B are two stores; two sources or chat roles of one store (--data); two values in a column of its dataset (--by);
+or the texts of --pairs, read through the language model. Pairs, roles and stores of the same text are compared document
+by document.
 
 Half of the documents choose the latents whose mean code has the AUC furthest from 0.5 (1: A above B). The table is of
 the other half: intervals by bootstrap over documents, p by permuting labels, q by Benjamini and Hochberg. Its floor
@@ -26,7 +27,9 @@ def command(
     ctx: typer.Context,
     options: Mapping[str, Any],
     run: Run = None,
-    a: Annotated[str | None, typer.Argument(metavar="A", help="Store, or source or role.")] = None,
+    a: Annotated[
+        str | None, typer.Argument(metavar="A", help="Store; source, role or value.")
+    ] = None,
     b: Annotated[str | None, typer.Argument(metavar="B", help="What to compare A with.")] = None,
     plot: Plot = None,
     json: Json = False,

@@ -37,6 +37,12 @@ def contrast(
     data: Annotated[
         Data, Shown("A and B are two sources, or chat roles, of this store.", kind=str | None)
     ] = None,
+    by: Annotated[
+        str | None,
+        Shown(
+            "With --data, A and B are two values in this column of its dataset.", kind=str | None
+        ),
+    ] = None,
     pairs: Annotated[
         str | Path | None,
         Shown('A and B are the texts of this file\'s lines, {"a": "...", "b": "..."}.', **PATH),
@@ -55,7 +61,8 @@ def contrast(
 
     Args:
         sae, device, home, progress: as in `evaluate`.
-        a, b: stores, or rows of them; with `data` names of its sources or roles; with `pairs` neither.
+        a, b: stores, or rows of them; with `data` names of its sources or roles, or values in its dataset's column
+            `by`; with `pairs` neither.
         model: reads pairs; or a loaded one, with its `tokenizer`.
 
     Returns:
@@ -81,10 +88,10 @@ def contrast(
     from .labels import shown_labels
     from .measured import ChosenRows, Measured
     from .read import Reader
-    from .sides import read_pairs, sides_of_pairs, sides_of_stores, sides_within
+    from .sides import read_pairs, sides_by_column, sides_of_pairs, sides_of_stores, sides_within
     from .stability import check_comparable
 
-    given = {"A": a, "B": b, "--data": data}
+    given = {"A": a, "B": b, "--data": data, "--by": by}
     unused = [name for name, value in given.items() if value is not None]
     if pairs is not None and unused:
         raise ConfigError(f"{unused[0]} does nothing with --pairs; leave one of them out")
@@ -94,6 +101,8 @@ def contrast(
         raise ConfigError(
             "expected RUN A B, or RUN --pairs FILE, got less; name two stores, or two sources of --data"
         )
+    if by is not None and data is None:
+        raise ConfigError("--by needs --data, the store whose documents A and B are of; name it")
     listener, at = listening(progress), Home.at(home)
     others = [] if replicate is None else [replicate]
     opened = [open_sae(at, each, listener) for each in (sae, *others)]
@@ -110,6 +119,8 @@ def contrast(
         loaded = LanguageModel(source, device_named(device), last=last_layer(points))
         readers = [Reader(each, loaded) for each in probed]
         sides = sides_of_pairs(read_pairs(Path(pairs)), readers, listener)
+    elif by is not None:
+        sides = sides_by_column(runs(data), (a, b), by, listener)
     elif data is not None:
         sides = sides_within(runs(data), (a, b), listener)
     else:

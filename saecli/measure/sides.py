@@ -1,10 +1,12 @@
-"""The documents of two sides, and what latents do in each: of two stores, two sources or roles of one, or text pairs.
+"""The documents of two sides, and what latents do in each: of two stores; two sources, roles or values in a column of
+one; or text pairs.
 
 Shapes: B rows of a batch, N documents, F = d_sae.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +16,18 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_array
 
 from ..base.console import Listener
-from ..base.errors import ConfigError, FormatError, one_line
+from ..base.errors import ConfigError, FormatError, StoreError, one_line
 from ..base.files import parse_json, to_json
-from ..extract.readers import json_entries
-from ..extract.texts import ROLES
+from ..extract.readers import Row, json_entries
+from ..extract.texts import ROLES, TextSource
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
+from ..store.reader import ActivationStore
 from .measured import Measured
 from .read import Reader
 from .two_samples import Labels, TwoSamples, Values
 
+VALUES_NAMED = 8  # of a column, in an error
 STATISTICS = ("frequency", "mean", "largest")  # of a latent's codes in a document
 TEXT = ("dataset", "sha256", "revision", "config", "split", "column", "mixture")  # of a store
 
@@ -77,6 +81,61 @@ def sides_within(runs: Runs, names: tuple[str, str], listener: Listener) -> Side
 
     saes = [run.sae for run in runs]
     return Sides(names, column == "role", saes, lambda: _stored(runs, side, listener))
+
+
+def sides_by_column(runs: Runs, names: tuple[str, str], column: str, listener: Listener) -> Sides:
+    """Documents that have two values in a column of the dataset that a store was extracted from."""
+    store = runs[0].store
+    values = _values_of_documents(store, column)
+    of_documents = np.select([values == str(name) for name in names], [1, 0], -1)
+    if not {0, 1} <= {*of_documents}:
+        known = ", ".join(islice(dict.fromkeys(values.tolist()), VALUES_NAMED))
+        raise ConfigError(
+            f"cannot contrast {' and '.join(names)} by {column}: expected two of its values in {store.name} ({known}); "
+            "name these"
+        )
+
+    def side(numbers: Integers) -> Integers:
+        return of_documents[store.row_values("document", numbers)]
+
+    return Sides(names, False, [run.sae for run in runs], lambda: _stored(runs, side, listener))
+
+
+def _values_of_documents(store: ActivationStore, column: str) -> NDArray[np.str_]:
+    """Of all documents of a store, read from its dataset anew."""
+    kept = store.meta.source
+    advice = "name sources of a mixture without --by, or two stores"
+    if "dataset" not in kept or "document" not in store.meta.columns:
+        raise ConfigError(
+            f"--by needs a store of one dataset's documents; {store.name} is of others: {advice}"
+        )
+    source = TextSource(
+        kept["dataset"],
+        config=kept.get("config"),
+        split=kept.get("split", "train"),
+        column=kept.get("column", "text"),
+        revision=kept.get("dataset_revision"),
+    )
+    if any(kept.get(name) != value for name, value in source.identity().items()):
+        raise StoreError(
+            f"{source.name} has changed since {store.name} was extracted: expected the same documents; extract them "
+            "anew"
+        )
+    count = int(store.row_values("document", np.array([store.rows - 1]))[0]) + 1
+    rows = islice(source.reader.rows(source.column, None), count)
+    return np.array([_value(row, column) for row in rows])
+
+
+def _value(row: Row, column: str) -> str:
+    if isinstance(row.value, Exception):
+        return ""  # left out of the store, too
+    columns = row.value if isinstance(row.value, dict) else {}
+    if column not in columns:
+        known = ", ".join(columns) or "none"
+        raise ConfigError(
+            f"{row.where} has no --by {column!r}: expected one of its columns, {known}"
+        )
+    return str(columns[column])
 
 
 def _stored(

@@ -14,6 +14,7 @@ from homes import CommandLine, make_run, make_store, some_rows, trained_on_docs
 
 import saecli
 from saecli.base.errors import ConfigError
+from saecli.extract.texts import TextSource
 from saecli.measure.two_samples import TwoSamples, mean_difference
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
@@ -165,6 +166,54 @@ def test_intervals_resample_documents_or_pairs(paired: bool):
     differences = a[draws[0]].mean(1) - b[draws[0 if paired else 1]].mean(1)
     ends = np.quantile(differences, [0.025, 0.975])
     np.testing.assert_allclose([low[0], high[0]], ends, atol=0.1 * np.ptp(ends))
+
+
+TOPICS = ("sport", "world", "other")
+
+
+def store_of_topics(home: Path) -> Path:
+    """A store `news` of 180 documents of a file with a topic each, sport's shifted, and stores of the first two."""
+    path, topics = home / "news.jsonl", np.random.default_rng(0).choice(TOPICS, 180)
+    lines = [json.dumps({"text": f"text {at}", "topic": str(of)}) for at, of in enumerate(topics)]
+    path.write_text("\n".join([*lines, json.dumps({"text": "not extracted"})]))
+    (x, numbers), (shifted, _) = rows_of(180, 0, 1), rows_of(180, 0.15, 1)
+    topic = topics[numbers]
+    rows = np.where((topic == "sport")[:, None], shifted, x)
+    source = TextSource(str(path)).identity()
+    make_store(home, "news", rows, columns={"document": numbers}, source=source)
+    for name in TOPICS[:2]:
+        make_store(home, name, rows[topic == name], columns={"document": numbers[topic == name]})
+    return path
+
+
+def test_values_in_a_column_of_the_dataset_are_sides_as_two_stores_of_them(tmp_path: Path):
+    store_of_topics(tmp_path)
+    sides = ("sport", "world")
+    found = saecli.contrast(detectors(), *sides, data="news", by="topic", home=tmp_path)
+    expected = saecli.contrast(detectors(), *sides, home=tmp_path)
+    assert found["sides"] == expected["sides"] and not found["paired"]
+    assert found["latents"][0]["latent"] == SHIFTED and found["latents"][0]["q"] <= 0.05
+    for line, other in zip(found["latents"], expected["latents"], strict=True):
+        assert line["latent"] == other["latent"]
+        assert line["auc"] == pytest.approx(other["auc"])
+        assert (line["a"], line["b"]) == (pytest.approx(other["a"]), pytest.approx(other["b"]))
+
+
+def test_a_column_that_does_not_fit_is_refused_in_a_sentence(sae: CommandLine):
+    sae.home.mkdir()
+    path = store_of_topics(sae.home)
+    make_run(sae.home, "first", detectors(), data="news")
+    words = "contrast first sport world --data"
+    for more, said in {
+        "news --by kind": "has no --by 'kind': expected one of its columns, text, topic",
+        "sport --by topic": "--by needs a store of one dataset's documents",
+    }.items():
+        sae(f"{words} {more}").fails_in_one_sentence(2, said)
+    sae("contrast first sport world --by topic").fails_in_one_sentence(2, "--by needs --data")
+    missing = "expected two of its values in news (other, "
+    sae("contrast first sport music --data news --by topic").fails_in_one_sentence(2, missing)
+    path.write_text(path.read_text().replace("world", "sport"))
+    sae(f"{words} news --by topic").fails_in_one_sentence(1, "has changed since news was extracted")
 
 
 @pytest.mark.parametrize("kind", ["roles", "stores"])
