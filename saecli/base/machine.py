@@ -131,10 +131,7 @@ def why_refused(repo: str, error: BaseException) -> str | None:
     if isinstance(error, GatedRepoError):
         return f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
-        return (
-            f"the Hugging Face hub has no model repository {repo}, or it is private: check the name; for a "
-            f"private one, {LOG_IN}"
-        )
+        return f"the Hugging Face hub has no model repository {repo}, or it is private: check the name, or {LOG_IN}"
     return None
 
 

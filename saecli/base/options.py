@@ -285,8 +285,7 @@ def choose(
     for foreign in sorted(options.keys() & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if foreign in names[key])
         raise ConfigError(
-            f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
-            f"{flag_of(selector)} {takers}"
+            f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use {takers}"
         )
     return table[name].among(options)
 

@@ -28,8 +28,7 @@ class Places(Config):
     model: Annotated[
         tuple[str, ...],
         Shown(
-            f"{options_of(ExtractConfig)['model'].help} Several with one tokenizer give one store "
-            "each, of the same tokens."
+            f"{options_of(ExtractConfig)['model'].help} Several, of one tokenizer, give a store each."
         ),
     ] = (ExtractConfig.model,)
     layer: Annotated[

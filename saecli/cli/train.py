@@ -277,8 +277,7 @@ def _rows(
     if "model" in values:
         refuse_idle(
             session.given & {"data", "each", "target", "fraction", "checkpoint_every"},
-            f"with --model {values['model']}, whose rows are not stored; leave one of them out, or store rows by "
-            "`sae extract`",
+            f"with --model {values['model']}, whose rows are not stored; store them by `sae extract`, or leave it out",
         )
         if len(options) > 1:
             raise ConfigError(

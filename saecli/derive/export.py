@@ -166,8 +166,7 @@ def folder_address(repo: str, saes: Sequence[SAELike]) -> Address:
             raise ConfigError(f"{name!r} cannot be a folder on the hub; push to {repo}/FOLDER")
     if address is None or address.revision is not None:
         raise ConfigError(
-            f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER, without a revision, such "
-            "as someone/my-saes"
+            f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER without a revision"
         )
     return address
 

@@ -380,8 +380,7 @@ def open_stream(
     plan.text.check_readable()
     if len(plan.requests) > 1:
         raise ConfigError(
-            f"--module must name one module to train on, got {len(plan.requests)} for "
-            f"{selection.modules[0]}; name a layer"
+            f"--module must name one module here, got {len(plan.requests)} for {selection.modules[0]}; name a layer"
         )
     (request,), (source,) = plan.requests, plan.sources
     model = LanguageModel(

@@ -179,8 +179,7 @@ class ExtractConfig(Config):
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
             times = "once per --dataset" if name == "mix" else "once per --dataset, or once"
             raise ConfigError(
-                f"{flag_of(name)} must be given {times}, got {len(values)} for "
-                f"{counted(len(datasets), 'dataset')}; correct it"
+                f"{flag_of(name)} must be given {times}, got {len(values)} for {counted(len(datasets), 'dataset')}"
             )
         each = values * (len(datasets) // len(values))
         return [

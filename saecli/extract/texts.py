@@ -60,8 +60,7 @@ def value_of(row: Any, column: str, where: str) -> Any:
             break
         if not isinstance(value, dict) or name not in value:
             raise ModelError(
-                f"{where} has no column {column!r}; expected one of its columns, {', '.join(row) or 'none'}; "
-                "name one with --text-column"
+                f"{where} has no column {column!r}; expected one of {', '.join(row) or 'none'}; see --text-column"
             )
         value = value[name]
     return value
@@ -183,8 +182,7 @@ def _text(row: Row, read: Read, column: str) -> Text:
         str(text).encode()
     except UnicodeEncodeError as error:
         raise ModelError(
-            f"{row.where} holds bytes that are not UTF-8, or half of a surrogate pair; convert the file to "
-            "UTF-8, or correct the line"
+            f"{row.where} holds bytes that are not UTF-8, or half of a surrogate pair; convert it"
         ) from error
     return text
 

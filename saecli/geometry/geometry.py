@@ -348,8 +348,7 @@ class Plane:
         axes, sizes = torch.linalg.qr(sides.T)
         if sides.shape[1] < 2 or sizes.diagonal().abs().min() <= 1e-9 * sides.norm(dim=1).max():
             raise ConfigError(
-                "the rows of --slice span no plane: expected three rows that lie on no line, got three "
-                "that do; choose others"
+                "the rows of --slice span no plane: expected three that lie on no line; choose others"
             )
         return cls(rows[0], (axes * sizes.diagonal().sign()).T)
 
@@ -393,8 +392,7 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
     numbers = [int(word) for word in words]
     if max(numbers) >= rows.rows:
         raise ConfigError(
-            f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
-            "choose lower numbers"
+            f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, from 0; choose lower numbers"
         )
     read = islice(chain.from_iterable(rows.sequential(1024)), max(numbers) + 1)
     found = {number: torch.tensor(row) for number, row in enumerate(read) if number in numbers}

@@ -26,10 +26,7 @@ else:  # of modules that are slow to import: `typing.get_type_hints` finds them 
 
 NAMES, NUMBERS = tuple[str, ...] | None, tuple[int, ...] | None  # of options that can be repeated
 PATH: dict[str, Any] = {"metavar": "<path>"}
-_SPLICED = (
-    "Splice the SAE into this language model, which the store's rows came from: hub id, also "
-    "ID@REVISION, folder or GGUF file"
-)
+_SPLICED = "Splice the SAE into this language model, of the store's rows: hub id, also ID@REVISION, folder or GGUF file"
 
 Latents = int | Sequence[int] | None
 

@@ -270,8 +270,7 @@ class Endpoint:
                 f"command again to go on, {counted(len(self.answers), 'answer')} are kept"
             )
         return ModelError(
-            f"{server.address} refused a request to {server.model_name}: {said}; check --endpoint, "
-            "--model-name and OPENAI_API_KEY"
+            f"{server.address} refused {server.model_name}: {said}; check --endpoint, --model-name and OPENAI_API_KEY"
         )
 
 

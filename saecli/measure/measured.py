@@ -69,8 +69,7 @@ class Measured:
     def _stored(self) -> RowSource:
         if not self.rows.inputs:
             raise ConfigError(
-                "--data must be a store or rows of one here, got rows in memory; put them into a store "
-                "with `sae import`"
+                "--data must be a store or rows of one here, got rows in memory; store them by `sae import`"
             )
         return self.rows
 

@@ -260,8 +260,7 @@ class LastTokens:
         encoded, _ = text_ids(self._model.tokenizer, text, self._affixes.prefix)
         if not encoded:
             raise ModelError(
-                f"{self._model.source.name} reads no token in the text {text[:40]!r}; use another model, or leave "
-                "its set out of --sets"
+                f"{self._model.source.name} reads no token in the text {text[:40]!r}; leave its set out of --sets"
             )
         before = [*self._affixes.prefix, *encoded[-self._room :]]
         token_ids = np.array([*before, *self._affixes.suffix], np.int64)

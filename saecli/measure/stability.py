@@ -120,8 +120,7 @@ def check_comparable(saes: Sequence[tuple[Subject, SAE]], option: str = "--stabi
     stores = sorted({in_words(each.inputs, each.target) for each, _ in saes if each.inputs})
     if len(stores) > 1:
         raise ConfigError(
-            f"{option} compares runs of the same data, got runs trained on {' and '.join(stores)}; "
-            "name runs trained on one store"
+            f"{option} compares runs of the same data, got runs trained on {' and '.join(stores)}; name runs of one"
         )
 
 

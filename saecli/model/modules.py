@@ -226,8 +226,7 @@ def blocks_of(model: Any, layers: int, name: str) -> str:
     }
     if not folders:
         raise ModelError(
-            f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
-            f"layers in its configuration"
+            f"cannot find the blocks of {name}: expected a module list of length {layers}, its number of layers"
         )
     return max(folders, key=lambda path: len(commonpath([home.replace(".", "/"), folders[path]])))
 

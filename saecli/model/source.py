@@ -253,8 +253,7 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
     # The library's message says how to run the file's code all the same.
     if isinstance(error, UnpicklingError):
         return ModelError(
-            f"cannot load the model {name}: its weights are a pickle that is damaged or holds code; use "
-            f"a model with model.safetensors"
+            f"cannot load the model {name}: its pickle is damaged or holds code; use a model with model.safetensors"
         )
     repo = name.partition("@")[0]  # of a hub model
     for cause in causes(error):
@@ -433,8 +432,7 @@ def _loaded_source(model: Any, tokenizer: Any) -> LoadedSource:
         )
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise ConfigError(
-            f"tokenizer must be the loaded model's, got {type(tokenizer).__name__}; give what "
-            "AutoTokenizer.from_pretrained returns"
+            f"tokenizer must be the loaded model's, got {type(tokenizer).__name__}; give that of AutoTokenizer"
         )
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
     return LoadedSource(name, "", None, model.config, model=model, tokenizer=tokenizer)

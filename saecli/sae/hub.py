@@ -215,10 +215,7 @@ def hub_errors(address: Address) -> Iterator[None]:
 def _explained(address: Address, error: Exception) -> str:
     said = getattr(error, "server_message", None) or one_line(error)
     if is_passing(error):
-        return (
-            f"the Hugging Face hub cannot be reached for {address.repo}: got {said}; connect to the network, or "
-            "try again later"
-        )
+        return f"the Hugging Face hub cannot be reached for {address.repo}: got {said}; connect, or try again later"
     if reason := why_refused(address.repo, error):
         return reason
     status = getattr(getattr(error, "response", None), "status_code", None)

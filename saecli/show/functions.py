@@ -49,8 +49,7 @@ def report(
     neuronpedia: Annotated[
         str | None,
         Shown(
-            "Neuronpedia's name of the SAE, such as gemma-2-2b/20-gemmascope-res-16k, to link each latent to "
-            "its page there.",
+            "Neuronpedia's name of the SAE, such as gemma-2-2b/20-gemmascope-res-16k, to link latents to its pages.",
             "MODEL/SOURCE",
             default_words="none",
         ),

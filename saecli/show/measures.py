@@ -364,10 +364,7 @@ def effects_tables(document: JsonObject, top: int) -> list[RenderableType]:
     floors = [f"over {name}" for name in (*latents[0][CHANGED[0]]["floors"], "elsewhere")]
     counts = Counter(line["verdict"] for line in latents)
     verdicts = "; ".join(f"{count:,} {verdict}" for verdict, count in counts.most_common())
-    note = (
-        f"of {counted(len(latents), 'latent')}, at a false discovery rate of {document['fdr']:g}: "
-        f"{verdicts}"
-    )
+    note = f"of {counted(len(latents), 'latent')}, at a false discovery rate of {document['fdr']:g}: {verdicts}"
     heads = ["change", "KL", *floors, "q", "verdict", "promoted", "its q"]
     return [table(title, heads, rows), note]
 

@@ -208,10 +208,7 @@ def results_table(documents: Sequence[JsonObject], varied: Sequence[str] = ()) -
     title = "FVU and L0 on held-out rows, dead latents on training rows"
     if len(counts) == 1:
         ((held_out, trained),) = counts
-        title = (
-            f"FVU and L0 on {counted(held_out, 'held-out row')}, "
-            f"dead latents on {counted(trained, 'training row')}"
-        )
+        title = f"FVU and L0 on {counted(held_out, 'held-out row')}, dead latents on {counted(trained, 'training row')}"
     options = [name for name in varied if name not in RESULTS]
     rows = []
     for document in documents:

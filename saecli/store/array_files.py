@@ -72,8 +72,7 @@ class ImportedArray:
                 values[name] = np.array(opened[name].read(elements), kind, order="C").reshape(shape)
         if not np.isin(values.get("mask", 0), (0, 1)).all():
             raise FormatError(
-                f"cannot import {self.name}: expected a --mask of 0 and 1, or of truth values, got others; choose "
-                "another array"
+                f"cannot import {self.name}: expected a --mask of 0 and 1, got others; choose another array"
             )
         return values
 
@@ -189,8 +188,7 @@ def open_array(file: Files, config: ImportConfig = DEFAULTS) -> ArraySource:
     for array in imported:
         if array.kind != first.kind:
             raise FormatError(
-                f"cannot import {array.name} with {first.name}: expected {first.kind}, got {array.kind}; "
-                "leave it out, or convert it"
+                f"cannot import {array.name} with {first.name}: expected {first.kind}, got {array.kind}; leave it out"
             )
     shards = sorted({shard for path in files for shard in shards_of(path)})
     is_shards = all(re.search(SHARD_NAMES, path.name) for path in files)
@@ -217,8 +215,7 @@ def _chosen(arrays: Arrays, path: Path, config: ImportConfig) -> list[str]:
     if not keys:
         what = f"no array {key}" if key else f"{len(arrays)} arrays"
         raise FormatError(
-            f"{path} has {what}; choose by --key one of its keys ({', '.join(arrays)}), or several "
-            "alike by a pattern"
+            f"{path} has {what}; choose by --key one of its keys ({', '.join(arrays)}), or several alike by a pattern"
         )
     return keys
 
@@ -342,14 +339,12 @@ def _row_shape(
     shape, flatten = array.shape, config.flatten or array.flatten
     if len(shape) < 2 or min(shape) < 1:
         raise FormatError(
-            f"cannot import {name}: expected rows in an array of shape (rows, features) or with more "
-            f"dimensions, got shape {shape}"
+            f"cannot import {name}: expected an array of shape (rows, features) or with more axes, got shape {shape}"
         )
     if len(shape) == 2:
         if config.flatten:
             raise FormatError(
-                f"--flatten does nothing with {name}: expected an array of more than two dimensions, got "
-                f"shape {shape}; leave it out"
+                f"--flatten does nothing with {name}, of two dimensions, shape {shape}; leave it out"
             )
         return shape
     *axes, features = shape

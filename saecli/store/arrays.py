@@ -72,8 +72,7 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
     if needed > (free := available_memory()):
         raise FormatError(
-            f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
-            f"got {size_words(free)}; {to_fit}"
+            f"cannot read {name}: expected {size_words(needed)} of free memory, got {size_words(free)}; {to_fit}"
         )
 
 

@@ -92,8 +92,7 @@ def import_array(
     store = ActivationStore.open(folder)
     if zeros and not config.drop_zeros:
         listener.warn(
-            f"{folder.name}: {zeros:,} of {store.rows:,} rows are all 0, as padding and unfilled arrays are; "
-            "--drop-zeros leaves them out"
+            f"{folder.name}: {zeros:,} of {store.rows:,} rows are all 0, as padding is; --drop-zeros leaves them out"
         )
     return store
 
@@ -103,8 +102,7 @@ def _stored_dtype(config: ImportConfig, default: StoredDtype) -> StoredDtype:
         return default
     if config.dtype not in get_args(StoredDtype):
         raise ConfigError(
-            f"--dtype {config.dtype} is a type of raw binary, with --shape; a store's is one of "
-            f"{', '.join(get_args(StoredDtype))}"
+            f"--dtype {config.dtype} is of raw binary, with --shape; a store's is {', '.join(get_args(StoredDtype))}"
         )
     return cast(StoredDtype, config.dtype)
 

@@ -241,8 +241,7 @@ def read_meta(store: Path) -> StoreMeta:
         return meta
     except FileNotFoundError as error:
         raise StoreError(
-            f"no activation store at {store}; expected {path.name} in it, got none; "
-            "make one with `sae extract` or `sae import`"
+            f"no activation store at {store}: it has no {path.name}; make one with `sae extract` or `sae import`"
         ) from error
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}; {UNREADABLE}") from error

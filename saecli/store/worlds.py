@@ -177,8 +177,7 @@ def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
     most = MOST_OFTEN * features
     if l0 > most:
         raise ConfigError(
-            f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower --l0 or "
-            "raise --features"
+            f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower it or raise --features"
         )
     shape = np.arange(1, features + 1, dtype=np.float64) ** -exponent
     # With the first m at their most, c is what is left over the others' sum; m is right where it cuts none of them.

@@ -460,8 +460,7 @@ def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     return StoreError(
-        f"there are no rows to store in {path}; expected at least one, got none "
-        f"(dropped: {counts or 'none'}); give more or other data"
+        f"there are no rows to store in {path} (dropped: {counts or 'none'}); give more or other data"
     )
 
 

@@ -295,8 +295,7 @@ def resume_finetuning(home: Home, name: str | None, listener: Listener, claims: 
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` writes "
-            f"({error}); begin it anew"
+            f"cannot go on with {folder.name}: its run.json is of another version ({error}); begin it anew"
         ) from error
     named = None
     if not streamed:

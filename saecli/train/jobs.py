@@ -65,10 +65,7 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
             words.append(re.sub(r"[^A-Za-z0-9._+-]", "_", option + text))
         names.append(checked_name("-".join(words)))
     if len(set(names)) < len(names):
-        raise ConfigError(
-            f"--name {name} makes one name of several runs, which differ in characters that a name cannot hold; leave "
-            "--name out"
-        )
+        raise ConfigError(f"--name {name} makes one name of several runs; leave --name out")
     return [*names]
 
 
@@ -87,8 +84,7 @@ def claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> 
             claims.enter_context(claimed(folder))
         except FileExistsError:
             raise RunError(
-                f"there is a run named {name!r} already; give another --name, or if it is not finished continue it by "
-                "--resume"
+                f"there is a run named {name!r} already; give another --name, or go on with it by --resume"
             ) from None
         return folder
 

@@ -93,8 +93,7 @@ class TrainingConfig(Config):
     k_start: Annotated[
         Count | None,
         Advanced(
-            "Active latents per row at the start, from which they fall to --k over the first half of the steps. "
-            "Default: --k."
+            "Active latents per row at the start; they fall to --k over the first half of the steps. Default: --k."
         ),
     ] = None
     epochs: Annotated[

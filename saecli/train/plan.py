@@ -146,8 +146,7 @@ class Plan:
             )
         if (steps or 0) > most:
             raise ConfigError(
-                f"--steps must be at most {most} with --model, whose rows come once, got {steps}; raise --rows, or "
-                f"{STORE}"
+                f"--steps must be at most {most} with --model's rows, got {steps}; raise --rows, or {STORE}"
             )
 
     @cached_property  # cached: a text that ends early changes `rows`
@@ -283,8 +282,7 @@ def demand_machine(plan: Plan, communicator: Communicator) -> int:
     demand_precision(training.precision, device)
     if training.batch_size < communicator.world_size:
         raise ConfigError(
-            f"--batch-size must be at least the number of processes, {communicator.world_size}, got "
-            f"{training.batch_size}"
+            f"--batch-size must be at least {communicator.world_size}, the processes, got {training.batch_size}"
         )
     width = max(rows.d_in, rows.d_target)
     weights = 9 * 4 * d_sae * width  # three matrices; of two a gradient and two vectors of Adam

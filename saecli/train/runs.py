@@ -217,8 +217,7 @@ class WandbRun:
                 )
         except wandb.errors.Error as error:
             raise ConfigError(
-                f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
-                "set WANDB_MODE=offline"
+                f"--log-to cannot begin in wandb: {one_line(error)}; run `wandb login`, or set WANDB_MODE=offline"
             ) from error
 
     def write(self, line: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ def test_an_unknown_model_and_a_missing_server_are_said_in_a_sentence(tmp_path: 
             endpoint(served, tmp_path, model_name="gpt").ask(CHATS[:1])
         assert len(served.asked) == 1
         served.failing = [(400, '{"detail": "too long"}')]
-        with pytest.raises(ModelError, match=r"refused a request to judge-1: 400 .*too long"):
+        with pytest.raises(ModelError, match=r"refused judge-1: 400 .*too long"):
             endpoint(served, tmp_path).ask(CHATS[:1])
         for page in ("<html>a proxy's page", '{"choices": []}', '{"error": "no"}', '"hello"', ""):
             served.failing = [(200, page)]

@@ -281,7 +281,7 @@ def test_an_index_is_numpys(tmp_path_factory, index):
     expected = DEEP[index]
     config = {"index": ",".join(words), "flatten": "positions" if expected.ndim > 2 else None}
     if expected.ndim < 2:
-        with pytest.raises(FormatError, match="expected rows"):
+        with pytest.raises(FormatError, match="expected an array"):
             values_of(path, **config)
         return
     rows = values_of(path, **config)["rows"]

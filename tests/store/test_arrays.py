@@ -165,7 +165,7 @@ def test_key_chooses_among_several_arrays(tmp_path):
     np.testing.assert_array_equal(rows_of(opened(tmp_path / "b.pt", "1.0")), FLAT)
 
 
-SHAPE = r"expected rows in an array of shape \(rows, features\) or with more dimensions, got shape "
+SHAPE = r"expected an array of shape \(rows, features\) or with more axes, got shape "
 NUMBERS = "expected floats, or bytes of images, got "
 REFUSED = {  # what a.npy or a.npz holds, key, and what is said
     "nothing": ({}, None, r"a\.npz: expected arrays, got none; name another"),

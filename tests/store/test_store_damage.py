@@ -138,7 +138,7 @@ def test_a_shard_is_no_path(tmp_path, file):
         ),
         (lambda path: path.write_text("null\n" * 3), "0: "),
         (lambda path: path.write_bytes(b"\xff\n" * 3), ""),
-        (lambda path: path.unlink(), "expected shards.jsonl in it, got none"),
+        (lambda path: path.unlink(), "it has no shards.jsonl"),
     ],
 )
 def test_a_damaged_list_of_shards_is_refused_by_name(tmp_path, change, said):

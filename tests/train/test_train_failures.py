@@ -268,7 +268,10 @@ WRONG = [
         "--sparsity-weight does nothing with --act batchtopk and --sparsity none; leave it out, or use --act relu",
     ),
     ("--act topk --sparsity-warm-up 0", "--sparsity-warm-up does nothing with --act topk and"),
-    ("--target-l0 5", "--target-l0 does nothing with --act batchtopk; leave it out, or use --act"),
+    (
+        "--target-l0 5",
+        "--target-l0 does nothing with --act batchtopk; leave it out, or use jumprelu",
+    ),
     ("--sparsity-weight 1e30", "--sparsity-weight must be at most 1"),
     ("--solver pam --release 1", "--release does nothing with --solver pam"),
     ("--epochs 2 --steps 9", "cannot use both --epochs and --steps"),

@@ -214,8 +214,7 @@ class Activation(Config):
         """ConfigError for a penalty that is not offered, or settings without effect on it."""
         if sparsity not in self.penalties():
             raise ConfigError(
-                f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
-                f"{', '.join(self.penalties())}"
+                f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of {', '.join(self.penalties())}"
             )
         if getattr(self, "target_l0", None) is not None and sparsity != "target-l0":
             advice = "leave it out, or use --sparsity target-l0"

@@ -407,6 +407,5 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
     value = config.get(key, allowed[0])
     if (type(value), value) not in [(type(known), known) for known in allowed]:
         raise FormatError(
-            f"{path}: {key} {value!r} cannot be expressed here; "
-            f"expected {' or '.join(map(repr, allowed))}"
+            f"{path}: {key} {value!r} cannot be expressed here; expected {' or '.join(map(repr, allowed))}"
         )

@@ -289,8 +289,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     trainer = config.trainer
     if trainer.dict_class not in CLASSES:
         raise FormatError(
-            f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
-            f"expected one of {', '.join(CLASSES)}"
+            f"{path}: dict_class {trainer.dict_class!r} cannot be expressed here; expected one of {', '.join(CLASSES)}"
         )
     layout, stored = CLASSES[trainer.dict_class], common.read_torch(file)
     optional = {"k"} if trainer.k is not None else set()  # older files lack these

@@ -205,8 +205,7 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     ks = [int(match[1]) for match in map(_K.fullmatch, names) if match]
     if not ks:
         raise FormatError(
-            f"{file} does not say k: expected a folder whose name ends with it, such as L0_50 or k50, "
-            f"got {names[0]!r}; rename the folder"
+            f"{file} does not say k: expected a folder such as L0_50 or k50, got {names[0]!r}; rename it"
         )
     activation = common.with_config(file, TopK, k=ks[0])
     tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
