@@ -344,7 +344,7 @@ sys.path.append(str(FOLDERS[-1]))
 day = importlib.import_module("day")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
 
@@ -357,12 +357,12 @@ def assert_found(figures: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", sorted(day.PARTS.keys() - LONG))
-def test_a_part_finds_figures(part: str, tmp_path: Path):
+def test_a_part_finds_figures(importable, tmp_path: Path, part: str):
     assert_found(day.in_process(part, day.Day("cpu", tmp_path), day.PARTS[part][1]))
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_part_that_fails_or_hangs_is_told(importable, tmp_path: Path, monkeypatch):
     assert "Error: " in day.run_part("machine", None)["FAILED"]
     on_cpu = day.Day("cpu", tmp_path)
     assert day.in_process("machine", on_cpu, 0.2)["FAILED"] == "took longer than 0 s"
