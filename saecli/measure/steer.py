@@ -13,7 +13,7 @@ Sources: Turner et al., "Steering Language Models With Activation Engineering" (
 "Scaling Monosemanticity" (2024), for clamping. Shapes: T tokens, N of them not special, S chosen latents, E = d_out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +58,30 @@ class OnStore(NamedTuple):
     rows: int  # 0 without the store
 
 
+class CodeEdits(NamedTuple):
+    """Latents whose codes are changed: by a scale that is added, or to a scale."""
+
+    latents: list[int]
+    adds: list[bool]  # else its code is set
+    scales: list[float]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """The codes, (..., F), changed in place."""
+        scales, adds = z.new_tensor(self.scales), torch.tensor(self.adds, device=z.device)
+        codes = z[..., self.latents]
+        z[..., self.latents] = torch.where(adds, codes + scales, scales)
+        return z
+
+
 class Change(NamedTuple):
     placement: Placement
     method: str
     latents: list[int]
     scales: list[float]  # of each latent; empty if not given
+
+    @property
+    def edits(self) -> CodeEdits:
+        return CodeEdits(self.latents, [self.method == "add"] * len(self.latents), self.scales)
 
     def demand_scales(self, reason: str = "") -> None:
         if not self.scales:
@@ -195,20 +214,20 @@ def steering(
     sae_at = as_usual(steerable)(opened, method, name, *place_given(layer, site, module))
     change = change_of(sae_at, method, latents, scale)
     change.demand_scales()
-    with _changed(model, change, special):
+    with editing(model, sae_at, change.edits, special):
         yield
 
 
 @contextmanager
-def _changed(model: nn.Module, change: Change, special: Sequence[int] | None) -> Iterator[None]:
-    def change_codes(z: Tensor) -> Tensor:
-        scales = z.new_tensor(change.scales)
-        added = change.method == "add"
-        z[..., change.latents] = z[..., change.latents] + scales if added else scales
-        return z
-
+def editing(
+    model: nn.Module,
+    sae_at: Placement,
+    edit: Callable[[Tensor], Tensor],
+    special: Sequence[int] | None,
+) -> Iterator[None]:
+    """While open, codes, (B, T, F), are changed by a function that may edit them in place."""
     # With the error constant, the gradient of what comes before would pass through the codes alone.
-    splice = Splice(change.placement, change_codes, error=True, constant=False)
+    splice = Splice(sae_at, edit, error=True, constant=False)
     with splices(model, [splice], special):
         yield
 
@@ -241,7 +260,7 @@ class Prompts:
         """`encodes`: the SAE is no part of a crosscoder."""
         prefix = affixes(model.tokenizer, sae_at.prepend_bos).prefix
         most = sampling.max_new_tokens
-        inputs = [_token_ids(model, prefix, text, most, listener) for text in texts]
+        inputs = [prompt_ids(model, prefix, text, most, listener) for text in texts]
         special = sorted(special_ids(model.tokenizer, control=False))
         read, written = _activations(model, inputs, special, sae_at)
         return cls(model, texts, inputs, special, read if encodes else read[:0], written)
@@ -256,13 +275,13 @@ class Prompts:
             for done, (prompt, token_ids) in enumerate(zip(self.texts, self.inputs, strict=True)):
                 show(done)
                 plain = texts.joined(model.continuation(token_ids, *sampling))
-                with _changed(model.model, change, self.special):
+                with editing(model.model, change.placement, change.edits, self.special):
                     steered = texts.joined(model.continuation(token_ids, *sampling))
                 continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
         return continuations
 
 
-def _token_ids(
+def prompt_ids(
     model: LanguageModel, prefix: list[int], prompt: str, most: int, listener: Listener
 ) -> Tensor:
     """(1, T), after the special tokens that windows begin with."""
