@@ -453,6 +453,15 @@ class LatentSurvey:
         # Sums of the codes' sizes by role in chats, (ROLES, F); else 0.
         self.by_role = torch.zeros(len(ROLES), sae.d_sae, dtype=torch.float64)
 
+    def update(self, codes: Codes, z: Tensor, block: SurveyBlock) -> None:
+        """Count a block's codes, also given as `z`, (B, F), but for `examples` and `samples`."""
+        self.firing.update(codes)
+        self.magnitudes.update(codes)
+        self.cofiring.update(z)
+        if block.roles is not None:
+            one_hot = torch.from_numpy(block.roles[:, None] == np.arange(len(ROLES))).to(z)
+            self.by_role.add_((one_hot.T @ z.abs()).cpu())
+
 
 @torch.no_grad()
 def survey_latents(
@@ -462,13 +471,8 @@ def survey_latents(
     result = LatentSurvey(sae, rows, examples, samples)
     for block in blocks:
         codes = sae.codes(block.x)
-        result.firing.update(codes)
-        result.magnitudes.update(codes)
         z = codes.dense()
+        result.update(codes, z, block)
         examples.update(z, block)
         samples.update(z, block)
-        result.cofiring.update(z)
-        if block.roles is not None:
-            one_hot = torch.from_numpy(block.roles[:, None] == np.arange(len(ROLES))).to(z)
-            result.by_role.add_((one_hot.T @ z.abs()).cpu())
     return result

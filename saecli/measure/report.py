@@ -6,7 +6,7 @@ Shapes: F = d_sae, C chosen latents.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,29 +50,71 @@ ShownTexts: TypeAlias = "TokenTexts | TokenNumbers"
 
 
 @dataclass(frozen=True)
-class LatentReport:
+class ReportContext:
+    """What all latents of an SAE have in common in reports."""
+
     run: Measured
+    texts: ShownTexts  # of the store's tokens
+    unembedding: "tuple[Unembedding, slice] | None"  # and the columns of W_dec that it reads
+    places: dict[str, Any]  # `hook_points_document`
+    measures: dict[str, Any]  # as of `evaluate`
+    notes: list[str]  # sentences on missing parts and doubtful measures
+
+    @classmethod
+    def of(cls, run: Measured, model: Any, listener: Listener) -> Self:
+        """`model` is from `model_given`."""
+        notes: list[str] = []
+        texts, unembedding = _texts_and_unembedding(run, model, notes)
+        places = hook_points_document(run, listener)
+        measures = _measures(run, notes, listener)
+        return cls(run, texts, unembedding, places, measures, notes)
+
+    @property
+    def labels(self) -> dict[int, str]:
+        return shown_labels(self.run.subject.folder, self.run.sae.d_sae)
+
+    @property
+    def verdicts(self) -> dict[int, str]:
+        """Of `sae effects`."""
+        return shown_verdicts(self.run.subject.folder)
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """The lines of the run's `metrics.jsonl`."""
+        folder = self.run.subject.folder
+        return read_metrics(folder) if folder else []
+
+    def report(self, survey: LatentSurvey, chosen: list[int], listener: Listener) -> "LatentReport":
+        """Of chosen latents, ascending, with the survey's examples of them."""
+        sae = self.run.sae
+        latents = torch.tensor(chosen, device=sae.W_dec.device)
+        by_cosine, partners = near_latents(
+            sae, latents, REPORTED_NEIGHBOURS, survey.cofiring, listener
+        )
+        outputs = None
+        if self.unembedding is not None:
+            head, columns = self.unembedding
+            with listener.progress("reading off output tokens", len(chosen), "latents") as show:
+                outputs = head.output_tokens(sae.W_dec[latents, columns], OUTPUT_TOKENS, show)
+        return LatentReport(self, survey, chosen, by_cosine, partners, outputs)
+
+
+@dataclass(frozen=True)
+class LatentReport:
+    context: ReportContext
     survey: LatentSurvey
     chosen: list[int]  # latents with excerpts and what follows, (C,), ascending
-    texts: ShownTexts  # of the store's tokens
     neighbours: tuple[Tensor, Tensor]  # cosines and latents, (C, N)
     partners: tuple[Tensor, Tensor]  # phi and latents, (C, N)
     outputs: "OutputTokens | None"  # that the model predicts by them
-    places: dict[str, Any]  # `hook_points_document`
-    measures: dict[str, Any]  # as of `evaluate`
-    labels: dict[int, str]
-    verdicts: dict[int, str]  # of `sae effects`
-    logged: list[dict[str, Any]]  # lines of the run's `metrics.jsonl`
-    notes: list[str]  # sentences on missing parts and doubtful measures
 
 
 def report_latents(
     run: Measured, chosen: list[int], model: Any, examples: int, listener: Listener
 ) -> LatentReport:
     """Survey an SAE's rows, and gather what is known of its latents; `model` is from `model_given`."""
-    notes: list[str] = []
     d_sae, has_tokens = run.sae.d_sae, run.store.meta.windows
-    texts, unembedding = _texts_and_unembedding(run, model, notes)
+    context = ReportContext.of(run, model, listener)
     survey = survey_latents(
         run.sae,
         row_blocks(run.inputs(listener), run.of_store, run.batch_rows),
@@ -80,36 +122,9 @@ def report_latents(
         Examples(chosen, d_sae, examples, has_tokens),
         Examples(chosen, d_sae, SAMPLED_TEXTS, has_tokens, at_random),
     )
-    places = hook_points_document(run, listener)
-    W_dec = run.sae.W_dec
-    latents = torch.tensor(chosen, device=W_dec.device)
-    by_cosine, partners = near_latents(
-        run.sae, latents, REPORTED_NEIGHBOURS, survey.cofiring, listener
-    )
-    outputs = None
-    if unembedding is not None:
-        head, columns = unembedding
-        with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-            outputs = head.output_tokens(W_dec[latents, columns], OUTPUT_TOKENS, show)
-    measures = _measures(run, notes, listener)
     if len(chosen) < d_sae:
-        notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
-    folder = run.subject.folder
-    return LatentReport(
-        run=run,
-        survey=survey,
-        chosen=chosen,
-        texts=texts,
-        neighbours=by_cosine,
-        partners=partners,
-        outputs=outputs,
-        places=places,
-        measures=measures,
-        labels=shown_labels(folder, d_sae),
-        verdicts=shown_verdicts(folder),
-        logged=read_metrics(folder) if folder else [],
-        notes=notes,
-    )
+        context.notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
+    return context.report(survey, chosen, listener)
 
 
 def most_frequent(run: Measured, count: int, listener: Listener) -> list[int]:

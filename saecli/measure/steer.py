@@ -58,7 +58,8 @@ class OnStore(NamedTuple):
     rows: int  # 0 without the store
 
 
-class CodeEdits(NamedTuple):
+@dataclass(frozen=True)
+class CodeEdits:
     """Latents whose codes are changed: by a scale that is added, or to a scale."""
 
     latents: list[int]

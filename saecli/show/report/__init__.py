@@ -23,9 +23,15 @@ from ...base.console import Listener
 from ...base.errors import ConfigError
 from ...base.files import folder_appearing_whole, folder_bytes, is_free, to_json
 from ...extract.texts import ROLES
-from ...measure.latents import NOT_STORED, bin_edges
+from ...measure.latents import NOT_STORED, LatentSurvey, bin_edges
 from ...measure.measured import Measured
-from ...measure.report import FEWEST_ROWS, LatentReport, interest, peak_agreement
+from ...measure.report import (
+    FEWEST_ROWS,
+    LatentReport,
+    ReportContext,
+    interest,
+    peak_agreement,
+)
 from ...model.tokenizer import characters
 from ...sae.metrics import DENSE_FREQUENCY
 from ...store.origin import without_folders
@@ -85,9 +91,9 @@ def _asset(name: str) -> str:
 def write_report(
     found: LatentReport, folder: Path, neuronpedia: str | None, overwrite: bool, listener: Listener
 ) -> dict[str, Any]:
-    run, count = found.run, len(found.chosen)
+    run, count = found.context.run, len(found.chosen)
     pages = LatentPages(found)
-    content = overview(found, pages, neuronpedia)
+    content = overview(found.context, found.survey, pages.columns(), neuronpedia)
     with listener.progress("writing", count, "latents") as show:
         title = f"{run.subject.name}: latents"
         write_pages(folder, title, content, pages.files(show), overwrite)
@@ -100,9 +106,9 @@ def write_report(
         "files": sum(path.is_file() for path in folder.rglob("*")),
         "bytes": folder_bytes(folder),
         "index_bytes": (folder / INDEX).stat().st_size,
-        "measures": found.measures,
+        "measures": found.context.measures,
         "firing": content["firing"],
-        "notes": found.notes,
+        "notes": found.context.notes,
     }
 
 
@@ -120,25 +126,30 @@ def demand_sound(folder: Path, neuronpedia: str | None, overwrite: bool) -> None
         )
 
 
-def overview(report: LatentReport, pages: "LatentPages", neuronpedia: str | None) -> dict[str, Any]:
-    """The first page's content; `neuronpedia` is the SAE's name there."""
-    survey, d_sae = report.survey, report.run.sae.d_sae
+def overview(
+    context: ReportContext,
+    survey: LatentSurvey,
+    columns: dict[str, Any],
+    neuronpedia: str | None = None,
+) -> dict[str, Any]:
+    """The first page's content; `columns` are the table's, `neuronpedia` is the SAE's name there."""
+    d_sae = context.run.sae.d_sae
     firing = survey.firing.result()
     frequency = np.array(firing.pop("frequency"))
     latents = {
         "frequency": rounded(frequency),
         "mean": rounded(survey.magnitudes.means),
         "largest": rounded(survey.magnitudes.largest),
-        **pages.columns(),
+        **columns,
     }
-    for name, of_latents in (("label", report.labels), ("verdict", report.verdicts)):
+    for name, of_latents in (("label", context.labels), ("verdict", context.verdicts)):
         if of_latents:
             latents[name] = [of_latents.get(latent) for latent in range(d_sae)]
     return {
-        "heading": _heading(report.run, neuronpedia),
-        "measures": report.measures,
+        "heading": _heading(context.run, neuronpedia),
+        "measures": context.measures,
         "firing": firing,
-        "notes": report.notes,
+        "notes": context.notes,
         "dense": DENSE_FREQUENCY,
         "fewest": FEWEST_ROWS,
         "l0": _bins(*l0_bins(survey.firing.l0_histogram.numpy(), L0_BINS)),
@@ -146,7 +157,7 @@ def overview(report: LatentReport, pages: "LatentPages", neuronpedia: str | None
         "edges": bin_edges().tolist(),
         "latents": latents,
         "training": {  # FVU by step
-            name: [point for point in curve(report.logged, f"{of}_fvu") if point[1] > 0]
+            name: [point for point in curve(context.logged, f"{of}_fvu") if point[1] > 0]
             for name, of in (("batches", "batch"), ("held_out", "test"))
         },
     }
@@ -184,9 +195,10 @@ class LatentPages:
     """The content of the latents' files, and of their columns in the table."""
 
     def __init__(self, report: LatentReport) -> None:
-        self._report, self._texts, self._places = report, report.texts, report.places
+        context = report.context
+        self._report, self._texts, self._places = report, context.texts, context.places
         self._histograms = report.survey.magnitudes.histograms  # on the CPU
-        self._alignment = report.run.alignment()
+        self._alignment = context.run.alignment()
 
     @cached_property
     def _columns(self) -> dict[str, dict[str, Any]]:
