@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .sae.library import save_sae as save_sae
     from .show.drawing import draw as draw
     from .show.functions import report as report
+    from .show.functions import serve as serve
     from .splice.spliced import spliced as spliced
     from .store.importing import import_array as import_array
     from .store.importing import import_synthetic as import_synthetic
@@ -102,7 +103,7 @@ _NAMES = {  # by module
     "model.saes": ["load_sae"],
     "sae.library": ["save_sae"],
     "show.drawing": ["draw"],
-    "show.functions": ["report"],
+    "show.functions": ["report", "serve"],
     "splice.spliced": ["spliced"],
     "store.importing": ["import_array", "import_synthetic"],
     "store.reader": ["ActivationStore"],

@@ -69,7 +69,8 @@ def command(
     ]
     sentence = conclusion(errors["sgd"], errors["pam-sgd"])
     document = {"runs": [*runs.values()], "pictures": paths, "conclusion": sentence}
-    session.console.print_result(document, "", sentence, "", "pictures:", *paths)
+    on = "`sae serve --demo` shows an SAE of the same model in a browser, and answers while you type."
+    session.console.print_result(document, "", sentence, "", "pictures:", *paths, "", on)
 
 
 def conclusion(sgd: Mapping[float, float], pam: Mapping[float, float]) -> str:

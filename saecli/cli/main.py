@@ -23,7 +23,7 @@ GROUPS = {
     "Rows": "extract import list rm",
     "Train": "train finetune refit",
     "Measure": "eval sparsity geometry probe contrast controls",
-    "Look": "read explain steer effects report",
+    "Look": "serve read explain steer effects report",
     "Share": "export push",
 }
 COMMANDS = {name: group for group, names in GROUPS.items() for name in names.split()}

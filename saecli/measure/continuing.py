@@ -4,7 +4,7 @@ Between two steps the model is unchanged, so other texts may go through it. Shap
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from .steer import editing
 STEERED = 1  # the row whose codes are changed
 
 
-class Next(NamedTuple):
-    """Tokens and their probabilities, (2, n) each: the likeliest of either row first, plain and steered."""
+class Next(TypedDict):
+    """Tokens, n of them, and their probabilities in either row."""
 
     tokens: list[int]
     plain: list[float]
@@ -48,7 +48,7 @@ class Continuation:
         # Both rows draw the same numbers, so that they differ by the change of codes alone.
         self._draws = [torch.Generator().manual_seed(seed) for _ in range(2)]
         self._unread = token_ids.to(model.device).repeat(2, 1)
-        self._length, self._cache = 0, None
+        self._length, self._cache = 0, model.new_cache()
         self._end = _ends(model)
         self.ended = [False, False]  # whether the row's text has come to its end
 
@@ -56,19 +56,10 @@ class Continuation:
     def step(self) -> tuple[list[int | None], Tensor]:
         """The next token of either row, None after its end, and log-probabilities, (2, V)."""
         self._length += self._unread.shape[1]
-        mask = torch.ones(2, self._length, dtype=torch.int64, device=self._unread.device)
-        with (
-            self._model.reporting(),
-            editing(self._model.model, self._at, self._edited, self._special),
-        ):
-            output = self._model.model(
-                input_ids=self._unread,
-                attention_mask=mask,
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-        self._cache = output.past_key_values
-        log_p = output.logits[:, -1].float().log_softmax(-1).cpu()
+        mask = torch.ones(2, self._length, dtype=torch.int64)
+        with editing(self._model.model, self._at, self._edited, self._special):
+            logits = self._model.next_logits(self._unread, mask, self._cache)
+        log_p = logits.log_softmax(-1).cpu()
         drawn = [self._drawn(row, log_p[row]) for row in range(2)]
         self._unread = torch.tensor(drawn, device=self._unread.device)[:, None]
         tokens: list[int | None] = []
@@ -95,7 +86,7 @@ def likeliest(log_p: Tensor, count: int) -> Next:
     tokens = p.topk(count, dim=1).indices.unique()
     order = tokens[p[:, tokens].sum(0).argsort(descending=True)]
     plain, steered = p[:, order].tolist()
-    return Next(order.tolist(), plain, steered)
+    return Next(tokens=order.tolist(), plain=plain, steered=steered)
 
 
 def _ends(model: LanguageModel) -> set[int]:

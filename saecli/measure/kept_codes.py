@@ -32,7 +32,7 @@ class KeptCodes:
         rows = run.of_store.rows
         self.rows = min(rows, max(LEAST_ROWS, MOST_PRODUCTS // (sae.d_in * sae.d_sae)))
         none = Examples([], sae.d_sae, 1, self._has_tokens)
-        self._survey = LatentSurvey(sae, self.rows, none, none)
+        self.totals = LatentSurvey(sae, self.rows, none, none)  # without examples
         self._blocks: list[tuple[SurveyBlock, csc_array]] = []
         self._keep(run, listener)
 
@@ -42,7 +42,7 @@ class KeptCodes:
         for block in row_blocks(run.inputs(listener), run.of_store, run.batch_rows):
             codes = run.sae.codes(block.x)
             z = codes.dense()
-            self._survey.update(codes, z, block)
+            self.totals.update(codes, z, block)
             of_block = csc_array(z.float().cpu().numpy())
             # The rows themselves are not kept.
             self._blocks.append((replace(block, x=block.x[:, :0].cpu()), of_block))
@@ -61,17 +61,17 @@ class KeptCodes:
             z = torch.from_numpy(codes[:, chosen].toarray())
             strongest.update(z, block)
             samples.update(z, block)
-        found = copy.copy(self._survey)
+        found = copy.copy(self.totals)
         found.examples, found.samples = strongest, samples
         return found
 
     def peak_tokens(self, count: int) -> list[list[int]]:
         """The tokens at each latent's `count` largest codes, F lists; empty for a store that keeps no tokens."""
         if not self._has_tokens:
-            return [[] for _ in range(len(self._survey.magnitudes.means))]
+            return [[] for _ in range(len(self.totals.magnitudes.means))]
         latents, sizes, tokens = map(np.concatenate, zip(*self._codes_of_tokens(), strict=True))
         order = np.lexsort((-sizes, latents))
-        counts = np.bincount(latents, minlength=len(self._survey.magnitudes.means))
+        counts = np.bincount(latents, minlength=len(self.totals.magnitudes.means))
         parts = np.split(tokens[order], counts.cumsum()[:-1])
         return [part[:count].tolist() for part in parts]
 

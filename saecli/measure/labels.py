@@ -9,7 +9,7 @@ a language model; a rule's; the latter two if a balanced accuracy is high enough
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -83,12 +83,28 @@ def add_labels(path: Path, kind: LabelKind, labels: Mapping[int, Label], d_sae: 
     merged = read_labels(path, d_sae)
     for latent, label in labels.items():
         merged.setdefault(latent, {})[kind] = label
+    _write_labels(path, merged)
+    return merged
+
+
+def remove_labels(
+    path: Path, kind: LabelKind, latents: Iterable[int], d_sae: int
+) -> dict[int, Label]:
+    """Remove some latents' labels of a kind from a file; returns those that were there."""
+    kept = read_labels(path, d_sae)
+    removed = {latent: kept[latent].pop(kind) for latent in latents if kind in kept.get(latent, {})}
+    if removed:
+        _write_labels(path, kept)
+    return removed
+
+
+def _write_labels(path: Path, labels: Labels) -> None:
     document = {
-        str(latent): {name: asdict(label) for name, label in merged[latent].items()}
-        for latent in sorted(merged)
+        str(latent): {name: asdict(label) for name, label in labels[latent].items()}
+        for latent in sorted(labels)
+        if labels[latent]
     }
     write_json(path, document)
-    return merged
 
 
 @dataclass(frozen=True)

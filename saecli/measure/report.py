@@ -26,6 +26,7 @@ from .measured import Measured, held_out
 from .verdicts import shown_verdicts
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
+    from ..model.language_model import LanguageModel
     from ..model.source import ModelSource
     from ..model.tokenizer import TokenTexts
     from ..model.unembedding import OutputTokens, Unembedding
@@ -62,7 +63,7 @@ class ReportContext:
 
     @classmethod
     def of(cls, run: Measured, model: Any, listener: Listener) -> Self:
-        """`model` is from `model_given`."""
+        """`model` is from `model_given`, or a language model that is loaded, with its head."""
         notes: list[str] = []
         texts, unembedding = _texts_and_unembedding(run, model, notes)
         places = hook_points_document(run, listener)
@@ -170,7 +171,7 @@ def _texts_and_unembedding(
 
 
 def _of_model(
-    run: Measured, model: "str | ModelSource", notes: list[str]
+    run: Measured, model: "str | ModelSource | LanguageModel", notes: list[str]
 ) -> "tuple[TokenTexts, tuple[Unembedding, slice] | None]":
     from ..model.language_model import LanguageModel, load_tokenizer
     from ..model.tokenizer import TokenTexts
@@ -178,7 +179,7 @@ def _of_model(
 
     predicted = [run.rows.target] if run.rows.target else run.rows.inputs
     recorded = [rows.store.meta.origin.spec for rows in predicted]
-    place = source_of(model, recorded)
+    place = model.source if isinstance(model, LanguageModel) else source_of(model, recorded)
     last_of = {spec: number for number, spec in enumerate(recorded)}
     if len(last_of) > 1 and place.spec not in last_of:
         raise ConfigError(
@@ -200,7 +201,9 @@ def _of_model(
             f"{run.subject.name} cannot be read through {place.name}: expected a model of width {width}, got "
             f"{place.d_model}; name the model that the rows came from"
         )
-    loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
+    loaded = model
+    if not isinstance(loaded, LanguageModel):
+        loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
     reason = unlike(loaded, meta)
     if reason:
         notes.append(f"{predicted[last].name} {reason}")

@@ -4,6 +4,7 @@ Module hooks read them: the last of transformers' `hidden_states` is normalised.
 the whole model's configuration.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -23,6 +24,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    Cache,
+    DynamicCache,
     GenerationConfig,
 )
 from transformers.utils import logging
@@ -168,6 +171,25 @@ class LanguageModel:
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """The logits, (B, T, vocabulary), float32; needs the head."""
         return self.forward(token_ids, mask).logits.float()
+
+    def new_cache(self) -> Cache:
+        """For `next_logits`, of no tokens yet."""
+        return DynamicCache(config=self.model.config)
+
+    def next_logits(self, token_ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        """The logits after the last token, (B, vocabulary), float32, given the tokens, (B, T), after those that the
+        cache holds, which are added to it; `mask` is of all. Needs the head."""
+        # transformers named the argument past_key_values, later cache.
+        names = inspect.signature(self.model.forward).parameters
+        placed = {"cache" if "cache" in names else "past_key_values": cache}
+        with self.reporting():
+            output = self.model(
+                input_ids=moved(token_ids, self.device),
+                attention_mask=moved(mask, self.device),
+                use_cache=True,
+                **placed,
+            )
+        return output.logits[:, -1].float()
 
     def forward(self, token_ids: Tensor, mask: Tensor, positions: Tensor | None = None) -> Any:
         """`mask`: 0 at padding, (B, T), or added to attention's logits, (B, 1, T, T), with `positions`, (B, T)."""

@@ -7,5 +7,6 @@ style.py     the common style of pictures, and saving them
 pictures.py  loss curves, firing, patterns, frontier, probes, stability, hook points
 geometry.py  pictures of cells on a plane, margins and local complexity
 drawing.py   saecli.draw: the commands' pictures as figures for a notebook
+serve/       the same pages, behind a small server that answers
 report/      pages of latents for a browser; assets/ has their scripts and style
 """

@@ -1,5 +1,6 @@
-"""The public function that writes pages, see `measure.functions`."""
+"""The public functions that make pages, see `measure.functions`."""
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
@@ -14,6 +15,7 @@ from ..measure.arguments import (
     Device,
     HomeLike,
     Latents,
+    Model,
     ModelOrNot,
     Out,
     Progress,
@@ -87,3 +89,56 @@ def report(
     given = model_given(model, tokenizer)
     found = report_latents(run, sorted(chosen), given, examples, listener)
     return write_report(found, folder, neuronpedia, overwrite, listener)
+
+
+@checked
+def serve(
+    saes: SAELike | Sequence[SAELike] = None,
+    data: Data = None,
+    *,
+    model: Model = None,
+    tokenizer: Any = None,
+    host: Annotated[
+        str, Shown("Answer at this address of the machine; other than its own needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, Ge(0), Le(65535), Shown("Answer at this port; 0 for one that is free.")
+    ] = 8000,
+    device: Device = "auto",
+    home: HomeLike = None,
+    progress: Progress = False,
+    ready: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Pages of SAEs in one language model that answer while one types, until Ctrl-C. CLI equivalent: `sae serve`.
+
+    Args:
+        saes, data, device, home, progress: as in `evaluate`; data are a store or rows of one, to show latents on.
+        model: by default the one that the SAEs' files name, or a loaded one, with its `tokenizer`.
+        host: with any but this machine's own a token is asked for, which the address has.
+        ready: called with the result, as soon as pages are answered.
+
+    Returns:
+        `url`, to open in a browser; `runs` and `model`.
+    """
+    from ..base.devices import as_usual
+    from .serve.start import bound, demand_installed, url_of
+
+    demand_installed()
+    from .serve.app import application, run_server
+    from .serve.workbench import Workbench
+
+    listener = listening(progress)
+    chosen: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
+    with bound(host, port) as listening_socket:
+        bench = as_usual(Workbench)(Home.at(home), chosen, model, tokenizer, data, device, listener)
+        url, token = url_of(listening_socket, host)
+        about = bench.about
+        document = {
+            "url": url,
+            "runs": [sae["run"] for sae in about["saes"]],
+            "model": about["model"],
+        }
+        if ready is not None:
+            ready(document)
+        run_server(application(bench, listening_socket.getsockname()[1], token), listening_socket)
+    return document

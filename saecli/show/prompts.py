@@ -18,14 +18,14 @@ from .measures import UNTRIED, VERDICT, labelled, unless_untried, verdict_words
 from .report import page_of
 from .tables import JsonObject, table
 
-PROMPT_SCRIPTS = ("dom.js", "prompt.js")
+READING_SCRIPTS = ("dom.js", "reading.js", "read.js")
 TOKENS_LISTED, PEAKS_LISTED, TOKEN_WIDTH = 200, 10, 18
 PALE, HOT, COLD = (255, 244, 214), (240, 160, 0), (88, 180, 232)  # as in the pages
 
 
 def write_prompt_page(path: Path, document: JsonObject) -> None:
     shown = {**document, "model": without_folders(document["model"])}
-    page = page_of("read", f"{document['run']}: a prompt", PROMPT_SCRIPTS, shown)
+    page = page_of("read", f"{document['run']}: a prompt", READING_SCRIPTS, shown)
     with appearing_whole(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 

@@ -39,7 +39,8 @@ from ..measures import curve, frequency_edges, l0_bins
 
 INDEX, DETAILS = "index.html", "latents"
 NEURONPEDIA_NAME = r"[\w.-]+/[\w.-]+"
-REPORT_SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
+LATENT_SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "latents.js")
+REPORT_SCRIPTS = (*LATENT_SCRIPTS, "report.js")
 # Could end a script or begin a comment in it; the last two are line ends to older browsers.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 L0_BINS = 40
@@ -78,10 +79,32 @@ def page_of(command: str, title: str, scripts: Iterable[str], data: Any) -> str:
     return Template(_asset(INDEX)).substitute(
         command=command,
         title=html.escape(title),
-        style=_asset("style.css"),
-        script="\n".join(map(_asset, scripts)),
+        policy="default-src 'none'; script-src 'unsafe-inline' 'self' file:; style-src 'unsafe-inline'; img-src data:",
+        style=f"<style>\n{style_sheet()}\n</style>",
+        script=f"<script>\n{script_of(scripts)}\n</script>",
         data=as_script(data),
     )
+
+
+def live_page(command: str, title: str) -> str:
+    """A page whose style and script the server has, and whose answers."""
+    return Template(_asset(INDEX)).substitute(
+        command=command,
+        title=html.escape(title),
+        policy="default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'",
+        style='<link rel="stylesheet" href="style.css">',
+        script='<script src="app.js"></script>',
+        data=as_script(None),
+    )
+
+
+def script_of(scripts: Iterable[str]) -> str:
+    inner = "\n".join(map(_asset, scripts))
+    return f'"use strict";\n(() => {{\n{inner}\n}})();'
+
+
+def style_sheet() -> str:
+    return _asset("style.css")
 
 
 def _asset(name: str) -> str:

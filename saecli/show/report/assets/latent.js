@@ -1,27 +1,4 @@
-// One latent's page, whose data are loaded when it is opened.
-
-const files = new Map(); // by number: a promise of the file's content
-const waiting = new Map();
-
-// Each data file calls this. A page from disk may run scripts that lie beside it, but not read files.
-window.saeLatents = (file, content) => waiting.get(file)?.(content);
-
-function load(file) {
-  if (!files.has(file)) {
-    files.set(file, new Promise((resolve, reject) => {
-      const name = `latents/${`${file}`.padStart(5, "0")}.js`;
-      const script = h("script", { src: name, onload: () => { script.remove(); reject(new Error(`${name} is damaged`)); },
-        onerror: () => {
-          script.remove();
-          files.delete(file);
-          reject(new Error(`${name} cannot be loaded; it has to lie beside index.html`));
-        } });
-      waiting.set(file, resolve);
-      document.head.append(script);
-    }));
-  }
-  return files.get(file);
-}
+// One latent's page.
 
 function tokenList(title, entries, largest, kind) {
   return card(title, h("ol", { class: "ranked" }, entries.map(([text, value]) => {
@@ -34,7 +11,7 @@ function tokenList(title, entries, largest, kind) {
 // Other latents; an entry is the latent and a correlation.
 function otherLatents(title, entries, note, labels) {
   return card(title, entries.length ? h("ol", { class: "ranked" }, entries.map(([other, value]) => {
-    const row = h("li", { class: "near" }, h("span", {}, h("a", { href: `#latent/${other}` }, `${other}`),
+    const row = h("li", { class: "near" }, h("span", {}, h("a", { href: link({ view: "latent", latent: other }) }, `${other}`),
       labels?.[other] ? ` ${readable(labels[other])}` : ""), h("span", { class: "value" }, value.toFixed(3)));
     row.style.setProperty("--share", Math.max(0, value).toFixed(3));
     return row;

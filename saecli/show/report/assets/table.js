@@ -24,22 +24,24 @@ function latentTable(data) {
   };
   const columns = [
     { name: "latent", key: (latent) => latent, show: (latent) => place.has(latent)
-      ? h("a", { href: `#latent/${latent}` }, latent) : h("span", { class: "muted" }, latent), first: 1 },
+      ? h("a", { href: link({ view: "latent", latent }) }, latent) : h("span", { class: "muted" }, latent), first: 1 },
     { name: "fires on", key: (latent) => latents.frequency[latent], show: frequencyCell, first: -1 },
     { name: "mean", key: (latent) => latents.mean[latent], show: (latent) => number(latents.mean[latent]), first: -1,
       wide: true },
     { name: "largest", key: (latent) => latents.largest[latent], show: (latent) => number(latents.largest[latent]),
       first: -1, wide: true },
-    { name: "interest", key: (latent) => of("interest")(latent) ?? null, first: -1,
-      show: (latent) => of("interest")(latent)?.toFixed(2) ?? "–" },
   ];
+  if (latents.interest) {
+    columns.push({ name: "interest", key: (latent) => of("interest")(latent) ?? null, first: -1,
+      show: (latent) => of("interest")(latent)?.toFixed(2) ?? "–" });
+  }
   const classOfLatent = (latent) => latents.classes[latents.class[latent]];
   if (latents.classes) {
     columns.push({ name: "class", key: classOfLatent, show: classOfLatent, first: 1, text: true, wide: true },
       { name: "nu elsewhere", key: (latent) => latents.nu[latent], show: (latent) => latents.nu[latent]?.toFixed(2) ?? "–",
         first: 1, wide: true });
   }
-  const label = (latent) => latents.label?.[latent] ?? null;
+  const label = (latent) => latents.label?.[latent] || null;
   if (latents.label) {
     columns.push({ name: "label", key: (latent) => label(latent)?.toLowerCase() ?? null, first: 1, text: true,
       show: (latent) => readable(label(latent) ?? "") });
@@ -53,15 +55,16 @@ function latentTable(data) {
       wide: !!latents.tokens });
   }
 
-  const searched = Array.from({ length: total }, (_, latent) => [label(latent) ?? "", verdict(latent) ?? "", ...(of("tokens")(latent) ?? []),
-    (of("snippets")(latent) ?? []).join(""), ...(of("promoted")(latent) ?? [])].join("\n").toLowerCase());
+  const searchedOf = (latent) => [label(latent) ?? "", verdict(latent) ?? "", ...(of("tokens")(latent) ?? []),
+    (of("snippets")(latent) ?? []).join(""), ...(of("promoted")(latent) ?? [])].join("\n").toLowerCase();
+  const searched = Array.from({ length: total }, (_, latent) => searchedOf(latent));
   const kinds = {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
     "dense ones": (latent) => latents.frequency[latent] > dense, "silent ones": (latent) => !latents.frequency[latent],
   };
   for (const name of [...latents.classes ?? []].sort()) kinds[name] = (latent) => classOfLatent(latent) === name;
   if (latents.chosen.length < total) kinds["those with a page"] = (latent) => place.has(latent);
-  const state = { query: "", kind: "all latents", column: columns[4], direction: -1, page: 0, order: [] };
+  const state = { query: "", kind: "all latents", column: columns[latents.interest ? 4 : 1], direction: -1, page: 0, order: [] };
 
   const search = h("input", { type: "search", id: "search", placeholder: latents.tokens || latents.promoted || latents.label
     ? "a token, some text or a number" : "a number", autocomplete: "off", spellcheck: "false",
@@ -106,6 +109,11 @@ function latentTable(data) {
     draw();
   }
 
+  function changed(latent) { // by another label
+    searched[latent] = searchedOf(latent);
+    update();
+  }
+
   function draw() {
     const begin = state.page * PAGE, shown = state.order.slice(begin, begin + PAGE);
     heads.forEach((head, which) => {
@@ -113,7 +121,7 @@ function latentTable(data) {
       head.setAttribute("aria-sort", sorted ? (state.direction > 0 ? "ascending" : "descending") : "none");
     });
     body.replaceChildren(...shown.map((latent) => h("tr", { class: place.has(latent) ? "open" : "", onclick: (event) => {
-      if (place.has(latent) && !event.target.closest("a") && !`${getSelection()}`) location.hash = `latent/${latent}`;
+      if (place.has(latent) && !event.target.closest("a") && !`${getSelection()}`) location.hash = link({ view: "latent", latent });
     } }, columns.map((column) => h("td", { class: classOf(column) }, column.show(latent))))));
     count.textContent = shown.length ? `${number(begin + 1)}–${number(begin + shown.length)} of ${number(
       state.order.length)}` : "no latent matches";
@@ -127,10 +135,10 @@ function latentTable(data) {
     h("table", {}, h("thead", {}, h("tr", {}, heads)), body),
     h("div", { class: "bar-of-tools foot" }, count,
       h("nav", { class: "pager", "aria-label": "pages of the table" }, pager)),
-    h("p", { class: "muted explained" }, `Interest, 0 to 1: contrast × (1 + agreement) / 2. Contrast is 1 − mean / largest `
+    h("p", { class: "muted explained" }, latents.interest ? `Interest, 0 to 1: contrast × (1 + agreement) / 2. Contrast is 1 − mean / largest `
       + `activation; agreement is the fraction of pairs of strongest texts that peak at the same token. It is 0 for a latent `
       + `that fires on more than ${percent(dense)} of the rows or on fewer than ${data.fewest} rows; one without a page has `
-      + "none.", latents.classes ? " Class: by decoder norms and latent scaling; nu elsewhere is about 1 if the other "
+      + "none." : null, latents.classes ? " Class: by decoder norms and latent scaling; nu elsewhere is about 1 if the other "
       + "hook points have the latent too, and about 0 if they do not." : null));
-  return { element, search, order: () => state.order.filter((latent) => place.has(latent)), place };
+  return { element, search, changed, order: () => state.order.filter((latent) => place.has(latent)), place };
 }
