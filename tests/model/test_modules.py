@@ -145,7 +145,7 @@ def test_a_module_outside_of_blocks_is_trained_on(sae: CommandLine, tmp_path: Pa
     expected = model.get_input_embeddings()(torch.from_numpy(columns["token_id"]).long())
     np.testing.assert_allclose(rows, expected.detach().numpy(), rtol=1e-2)
     wrong = sae(train.replace("run", "wrong"), *words[:-1], "model.layers.*.mlp")
-    assert "must name one module to train on, got 3" in wrong.err
+    assert "must name one module here, got 3" in wrong.err
     assert "--site must be 'resid_post'" in sae(train, *words[:4], "--site", "mlp").err
     for line in ("sparsity run", "read run --prompt abc", "list"):
         assert sae(line).status == 0

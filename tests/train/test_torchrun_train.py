@@ -188,7 +188,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
     ("words", "sentence"),
     [
         (("--device", "cuda:1"), "--device cuda:1 has no GPU for each of the 2 processes of this"),
-        (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
+        (("--batch-size", "1"), "--batch-size must be at least 2, the processes"),
         (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
     ],
 )

@@ -277,7 +277,7 @@ def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(sae, tmp_
     command += ["--log-to", "wandb", *TRACKED]
     done = captured(command, env=os.environ | own, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
-    assert "log in by `wandb login`, or set WANDB_MODE=offline" in done.stderr
+    assert "run `wandb login`, or set WANDB_MODE=offline" in done.stderr
     assert not list((sae.home / "runs").iterdir())
     own["WANDB_MODE"] = "offline"
     captured(command, env=os.environ | own, stdin=subprocess.DEVNULL, check=True)
