@@ -243,7 +243,7 @@ def test_a_batch_that_does_not_fit_is_halved(model, tmp_path: Path):
     cramped.model.__class__ = CrampedLlama
     for found, rows in zip(rows_of(cramped, 40 * CONTEXT, notes), expected, strict=True):
         np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-5)
-    said = f"windows of {CONTEXT} tokens do not fit in cpu's memory; going on with"
+    said = f"windows of {CONTEXT} tokens do not fit in the memory of cpu; going on with"
     assert notes == [f"40 {said} 20", f"20 {said} 10", f"10 {said} 5"]
     cramped.model.most = CONTEXT - 1
     with pytest.raises(ModelError, match=f"a window of {CONTEXT} tokens does not fit in"):
