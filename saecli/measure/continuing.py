@@ -57,8 +57,9 @@ class Continuation:
         """The next token of either row, None after its end, and log-probabilities, (2, V)."""
         self._length += self._unread.shape[1]
         mask = torch.ones(2, self._length, dtype=torch.int64)
-        with editing(self._model.model, self._at, self._edited, self._special):
-            logits = self._model.next_logits(self._unread, mask, self._cache)
+        model = self._model
+        with editing(model.model, self._at, self._edited, self._special, model.modules):
+            logits = model.next_logits(self._unread, mask, self._cache)
         log_p = logits.log_softmax(-1).cpu()
         drawn = [self._drawn(row, log_p[row]) for row in range(2)]
         self._unread = torch.tensor(drawn, device=self._unread.device)[:, None]

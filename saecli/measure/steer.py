@@ -31,6 +31,7 @@ from ..base.options import checked
 from ..base.words import counted
 from ..extract.texts import REPEATED
 from ..model.language_model import LanguageModel
+from ..model.modules import Modules
 from ..model.saes import open_sae
 from ..model.tokenizer import TokenTexts, affixes, special_ids, text_ids
 from ..model.windows import stored_activations
@@ -225,11 +226,12 @@ def editing(
     sae_at: Placement,
     edit: Callable[[Tensor], Tensor],
     special: Sequence[int] | None,
+    modules: Modules | None = None,
 ) -> Iterator[None]:
     """While open, codes, (B, T, F), are changed by a function that may edit them in place."""
     # With the error constant, the gradient of what comes before would pass through the codes alone.
     splice = Splice(sae_at, edit, error=True, constant=False)
-    with splices(model, [splice], special):
+    with splices(model, [splice], special, modules=modules):
         yield
 
 
@@ -276,7 +278,8 @@ class Prompts:
             for done, (prompt, token_ids) in enumerate(zip(self.texts, self.inputs, strict=True)):
                 show(done)
                 plain = texts.joined(model.continuation(token_ids, *sampling))
-                with editing(model.model, change.placement, change.edits, self.special):
+                steering = model.model, change.placement, change.edits, self.special
+                with editing(*steering, model.modules):
                     steered = texts.joined(model.continuation(token_ids, *sampling))
                 continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
         return continuations

@@ -117,14 +117,16 @@ def splices(
     parts: Sequence[Splice],
     special: Sequence[int] | None = None,
     everywhere: bool = False,
+    modules: Modules | None = None,
 ) -> Iterator[None]:
     """While open, SAEs act in a model's forward passes: unless `everywhere`, not at a text's first token and `special`
-    ones, by default BOS, EOS, CLS, SEP and padding."""
+    ones, by default BOS, EOS, CLS, SEP and padding. Given the model's `modules`, it is not traced again."""
     config = text_config(model)
     name = getattr(config, "name_or_path", "") or type(model).__name__
     for part in parts:
         part.at.check(config.hidden_size, config.num_hidden_layers, name)
-    modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
+    if modules is None:
+        modules = Modules(model, blocks_of(model, config.num_hidden_layers, name))
     for part in parts:
         modules.at(part.at.written)  # which may run the model, before hooks act in it
     if special is None:
