@@ -1,6 +1,7 @@
 """`sae serve`: what it answers is what the public functions return, and only to its own pages."""
 
 import json
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,3 +279,29 @@ def test_rows_that_are_not_here_are_said_to_be(tmp_path: Path):
     bench = Workbench(Home.at(tmp_path), [TINY_GEMMA2], None, None, None, "cpu", Silent())
     with pytest.raises(SaeError, match="shown on rows of a store, which is not here"):
         bench.sae(TINY_GEMMA2).overview()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.long
+def test_memory_is_bounded_over_ten_thousand_requests(server: Server):
+    def ask(number: int) -> None:
+        text = f"{number} {TEXT}"
+        match number % 4:
+            case 0:
+                server.post("read", {"run": TINY_GEMMA2, "text": text})
+            case 1:
+                server.get(f"api/latent?run=own&latent={number % 512}")
+            case 2:
+                server.events({"run": "own", "text": text, "edits": EDITS, "most": 2})
+            case 3:
+                server.get("api/overview?run=own")
+
+    for number in range(2000):  # until all pages that are kept are there
+        ask(number)
+    before = resident_bytes()
+    for number in range(2000, 10_000):
+        ask(number)
+    assert resident_bytes() - before < 30 * 2**20

@@ -74,6 +74,21 @@ def test_a_text_is_shaded_and_a_token_opens_a_latent_and_asks_why(visit: Visit):
     assert page.inner_text("h1:visible").startswith("Latent ")
 
 
+def test_marked_tokens_have_latents_together(visit: Visit):
+    page = visit.page
+    visit.read()
+    page.locator(".token").nth(2).click()
+    page.locator(".token").nth(5).click(modifiers=["Shift"])
+    peek = page.locator(".peek")
+    assert "4 tokens: latents by the sum of their codes" in peek.inner_text()
+    latent = int(peek.locator(".pick").first.inner_text())
+    tokens = visit.server.post("read", {"run": TINY_GEMMA2, "text": TEXT}).json()["tokens"][2:6]
+    codes = [one["code"] for token in tokens for one in token["latents"] if one["latent"] == latent]
+    assert float(peek.locator(".value").first.inner_text()) == pytest.approx(sum(codes), rel=0.01)
+    page.keyboard.press("Shift+ArrowLeft")
+    assert "3 tokens" in peek.inner_text() and page.locator(".token.marked").count() == 3
+
+
 def test_two_texts_and_two_runs(visit: Visit):
     page = visit.page
     visit.open(f"text?text={TEXT}&compare=class%20Path&beside=own")

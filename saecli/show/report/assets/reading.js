@@ -14,7 +14,7 @@ function reading(data, actions = () => null, onChoose = () => {}) {
       attributed: part.positions.map((at, index) => [at, part.attributions?.[index]]) })) }]));
   let byCode = !why; // else by attribution
   let chosen = null; // the latent that shades the texts; null for each token's strongest
-  const texts = (compared ? [data.tokens, compared.tokens] : [data.tokens]).map((tokens, which) => ({ tokens, which, spans: [], focus: 0 }));
+  const texts = (compared ? [data.tokens, compared.tokens] : [data.tokens]).map((tokens, which) => ({ tokens, which, spans: [], focus: 0, marked: null }));
   const peek = h("div", { class: "peek card", role: "status" });
 
   // The code, or the attribution, that shades each token of a text, by position.
@@ -63,26 +63,52 @@ function reading(data, actions = () => null, onChoose = () => {}) {
     return values.filter(([, value]) => value).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, MOST_RANKED);
   }
 
-  function show(text, at) {
-    const span = text.spans[at], token = text.tokens[at], listed = ranked(text, at);
-    const own = chosen == null && byCode ? null : valuesOf(text).get(at);
-    peek.replaceChildren(...[
-      h("p", {}, token.text ? chip(token.text) : h("span", { class: "muted" }, "further part of the character before"),
-        h("span", { class: "muted" }, ` position ${at}${token.role ? `, ${token.role}` : ""}`)),
-      token.special ? muted("special, or the first of a window: no codes") : null,
-      own ? h("p", {}, chosen == null ? "all latents: " : `latent ${chosen}: `, h("b", {}, number(+own.toPrecision(3)))) : null,
-      h("ol", { class: "ranked" }, listed.map(([latent, value]) => {
-        const { label } = latents.get(latent) ?? {};
-        const row = h("li", { class: value < 0 ? "down" : "up" }, h("span", {}, latents.has(latent) ? pick(latent)
-          : `${latent}`, label ? ` ${label}` : ""), h("span", { class: "value" }, number(+value.toPrecision(3))));
-        row.style.setProperty("--share", Math.abs(value / listed[0][1]).toFixed(3));
-        return row;
-      })), actions(text, at)].flat().filter(Boolean));
+  function place(span, ...content) {
+    peek.replaceChildren(...content.filter(Boolean));
     span.after(peek); // so that Tab goes from the token to its latents
     peek.hidden = false;
     const room = span.parentElement.clientWidth - peek.offsetWidth;
     peek.style.left = `${Math.max(0, Math.min(span.offsetLeft, room))}px`;
     peek.style.top = `${span.offsetTop + span.offsetHeight}px`;
+  }
+
+  const rankedList = (entries) => h("ol", { class: "ranked" }, entries.map(([latent, value]) => {
+    const { label } = latents.get(latent) ?? {};
+    const row = h("li", { class: value < 0 ? "down" : "up" }, h("span", {}, latents.has(latent) ? pick(latent)
+      : `${latent}`, label ? ` ${label}` : ""), h("span", { class: "value" }, number(+value.toPrecision(3))));
+    row.style.setProperty("--share", Math.abs(value / entries[0][1]).toFixed(3));
+    return row;
+  }));
+
+  function show(text, at) {
+    const token = text.tokens[at], own = chosen == null && byCode ? null : valuesOf(text).get(at);
+    place(text.spans[at],
+      h("p", {}, token.text ? chip(token.text) : h("span", { class: "muted" }, "further part of the character before"),
+        h("span", { class: "muted" }, ` position ${at}${token.role ? `, ${token.role}` : ""}`)),
+      token.special ? muted("special, or the first of a window: no codes") : null,
+      own ? h("p", {}, chosen == null ? "all latents: " : `latent ${chosen}: `, h("b", {}, number(+own.toPrecision(3)))) : null,
+      rankedList(ranked(text, at)), ...[actions(text, at)].flat());
+  }
+
+  // Mark the tokens from the focused one to another, and list their latents by the sum of their codes there.
+  function mark(text, to) {
+    const first = Math.min(text.focus, to), last = Math.max(text.focus, to), sums = new Map();
+    unmark();
+    text.spans.slice(first, last + 1).forEach((span) => span.classList.add("marked"));
+    for (const token of text.tokens.slice(first, last + 1)) {
+      for (const { latent, code } of token.latents) sums.set(latent, (sums.get(latent) ?? 0) + code);
+    }
+    const largest = [...sums].sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, MOST_RANKED);
+    place(text.spans[last], h("p", {}, `${last + 1 - first} tokens: `, h("span", { class: "muted" },
+      "latents by the sum of their codes")), rankedList(largest));
+    text.marked = to;
+  }
+
+  function unmark() {
+    for (const text of texts) {
+      text.marked = null;
+      text.spans.forEach((span) => span.classList.remove("marked"));
+    }
   }
 
   function focus(text, at) {
@@ -95,7 +121,13 @@ function reading(data, actions = () => null, onChoose = () => {}) {
   function textCard(text) {
     const pieces = text.tokens.flatMap(({ text: word, special, role }, at) => {
       const span = h("span", { class: special ? "token special" : "token", tabindex: at ? -1 : 0,
-        onpointerenter: () => show(text, at), onfocus: () => { text.focus = at; show(text, at); } },
+        onpointerenter: () => { if (text.marked === null) show(text, at); },
+        onfocus: () => { unmark(); text.focus = at; show(text, at); },
+        onpointerdown: (event) => {
+          if (!event.shiftKey) return;
+          event.preventDefault(); // the focus stays, and no letters are selected
+          mark(text, at);
+        } },
       word ? word.split("\n").map(readable).join("↵\n") : "·");
       text.spans.push(span);
       const turns = role && role !== "template" && role !== text.tokens[at - 1]?.role;
@@ -105,9 +137,12 @@ function reading(data, actions = () => null, onChoose = () => {}) {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (step && event.target.classList.contains("token")) {
         event.preventDefault();
-        focus(text, text.focus + step);
+        const to = (event.shiftKey ? text.marked ?? text.focus : text.focus) + step;
+        if (!event.shiftKey) focus(text, to);
+        else if (text.spans[to]) mark(text, to);
       }
-    }, onpointerleave: () => { peek.hidden = true; } }, pieces);
+    }, 
+    onpointerleave: () => { peek.hidden = text.marked === null; } }, pieces);
     return card(texts.length > 1 ? NAMES[text.which] : "Text", words);
   }
 
@@ -159,7 +194,8 @@ function reading(data, actions = () => null, onChoose = () => {}) {
   const places = (data.inputs ?? [data]).map(({ layer, site }) => `layer ${layer}, ${site}`).join(" and ");
   const counts = texts.map(({ tokens }) => `${number(tokens.length)} tokens`).join(" and ");
   const heading = h("p", { class: "muted" }, [data.model, places, counts].map((word) => h("bdi", { class: "part" }, word)));
-  const keys = h("p", { class: "muted" }, "Keys: ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"), " go through tokens, ",
+  const keys = h("p", { class: "muted" }, "Keys: ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"), " go through tokens, with ",
+    h("kbd", {}, "Shift"), " they mark some, ",
     h("kbd", {}, "Tab"), " to a token's latents, ", h("kbd", {}, "Esc"), " goes back to the strongest.");
   const body = [h("div", { class: "bar-of-tools shading" }, caption, reset, swap, scale),
     h("div", { class: "texts" }, texts.map(textCard)), why ? whyTable() : null, listed()].filter(Boolean);
@@ -169,6 +205,7 @@ function reading(data, actions = () => null, onChoose = () => {}) {
     if (peek.contains(document.activeElement)) texts.find((text) => text.spans.includes(peek.previousSibling))
       .spans.find((span) => span === peek.previousSibling).focus();
     peek.hidden = true;
+    unmark();
     choose(null);
   }
 
