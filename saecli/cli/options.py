@@ -245,7 +245,7 @@ SEVERAL = "several"  # in `Context.meta`: whether several runs or a pattern were
 def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list[str] | None:
     """The runs that are named, or match patterns; RunError if there is none, before anything slow is imported."""
     home = ctx.find_root().obj  # None during completion
-    if home and not runs:
+    if home and not runs and not ctx.params.get("demo"):  # of `sae serve`, which needs none
         home.runs.find(None)
     if not home or not runs:
         return runs

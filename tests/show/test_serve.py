@@ -2,6 +2,9 @@
 
 import json
 import resource
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+from homes import CommandLine
 from serving import Server, served
 
 import saecli
@@ -305,3 +309,34 @@ def test_memory_is_bounded_over_ten_thousand_requests(server: Server):
     for number in range(2000, 10_000):
         ask(number)
     assert resident_bytes() - before < 30 * 2**20
+
+
+@pytest.mark.slow
+def test_the_demo_needs_nothing_and_ends_by_ctrl_c(tmp_path: Path):
+    command = [sys.executable, "-m", "saecli", "--home", tmp_path, "serve", "--demo"]
+    command += ["--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        document = json.loads(process.stdout.readline())
+        about = requests.get(f"{document['url']}api/about", timeout=30).json()
+        assert [sae["run"] for sae in about["saes"]] == document["runs"] == [TINY_GEMMA2]
+        overview = requests.get(f"{document['url']}api/overview?run={TINY_GEMMA2}", timeout=60)
+        assert len(overview.json()["latents"]["tokens"]) == 512
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--demo", "first"), "cannot use both --demo and runs"),
+        ((TINY_GEMMA2, "--host", "192.0.2.1"), "cannot listen at 192.0.2.1"),
+        ((TINY_GEMMA2, "--port", "70000"), "--port must be"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(sae: CommandLine, words: tuple, sentence: str):
+    sae("serve", *words).fails(2, sentence)
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded(sae: CommandLine, server: Server):
+    sae("serve", TINY_GEMMA2, "--port", str(server.port)).fails(2, f"port {server.port}")
