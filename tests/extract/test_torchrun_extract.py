@@ -164,7 +164,8 @@ def test_a_killed_process_ends_the_others_and_is_resumed(whole: Path, victim: in
     assert "expected the number of processes that began it, 2, got 3" in refused.err
     again = together(2, "--home", whole, *MANY, "--name", name).succeeds()
     assert own_words(again.err) == [f"{name}: going on after {before:,} rows"]
-    assert_same_pass(folder, whole / "activations" / "whole")
+    # The other process, which is told to end, may have stored a short shard.
+    assert_same_pass(folder, whole / "activations" / "whole", but_for=("shards",))
 
 
 @pytest.mark.long
