@@ -77,7 +77,8 @@ class Continuation:
     def _drawn(self, row: int, log_p: Tensor) -> int:
         if not self._temperature:
             return int(log_p.argmax())
-        p = (log_p / self._temperature).softmax(-1)
+        # In float64 and from 0 down, no temperature is too low.
+        p = ((log_p - log_p.max()).double() / self._temperature).softmax(-1)
         return int(torch.multinomial(p, 1, generator=self._draws[row]))
 
 

@@ -78,6 +78,12 @@ def test_without_edits_both_texts_are_the_same_at_any_temperature(server: Server
     assert last["plain"] != server.events(asked | {"seed": 4})[-1]["plain"]
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-320])
+def test_a_temperature_near_zero_takes_the_likeliest_tokens(server: Server, temperature: float):
+    asked = {"run": TINY_GEMMA2, "text": TEXT, "edits": EDITS, "most": 5}
+    assert server.events(asked | {"temperature": temperature}) == server.events(asked)
+
+
 def test_codes_are_added_set_and_ablated_in_one_pass(server: Server):
     asked = {"run": TINY_GEMMA2, "text": TEXT, "most": 6}
     both = server.events(asked | {"edits": EDITS})[-1]

@@ -74,6 +74,31 @@ def test_a_text_is_shaded_and_a_token_opens_a_latent_and_asks_why(visit: Visit):
     assert page.inner_text("h1:visible").startswith("Latent ")
 
 
+def test_a_text_is_read_again_without_the_token_of_a_link(visit: Visit):
+    page = visit.page
+    visit.read()
+    page.locator(".token.fires").nth(3).hover()
+    page.click("text=why this token?")
+    page.wait_for_selector("h2:has-text('Why')")
+    page.click("button:text-is('Read')")
+    page.wait_for_selector("h2:has-text('Why')", state="hidden")
+    page.fill("[aria-label='next token']", "5")
+    page.click("button:text-is('Read')")
+    page.wait_for_selector("h2:text-is('Why 5')")
+    page.reload()
+    page.wait_for_selector("h2:text-is('Why 5')")
+
+
+def test_an_answer_that_comes_late_is_not_shown(visit: Visit):
+    page = visit.page
+    visit.open("text")
+    page.wait_for_selector("#prompt")
+    for late in ("runs", "latents?run=own"):
+        page.evaluate("late => { location.hash = late; location.hash = 'text'; }", f"#{late}")
+        page.wait_for_timeout(1500)
+        assert page.locator("h1:visible").all_inner_texts() == ["Text"]
+
+
 def test_marked_tokens_have_latents_together(visit: Visit):
     page = visit.page
     visit.read()
@@ -119,7 +144,9 @@ def test_latents_are_searched_opened_labelled_and_steered(visit: Visit):
     page.wait_for_selector("text=removed")
     page.click("a:has-text('Steer') >> nth=-1")
     page.fill("#prompt", TEXT)
-    page.click("text=Continue")
+    page.fill("[aria-label='latent to change']", "9")
+    page.keyboard.press("Enter")  # takes the latent in, and continues the text
+    assert page.locator(".edit").count() == 2
     page.wait_for_selector("text=The first token")
     page.wait_for_selector(".sides a.token")
     plain = page.locator(".sides .words").nth(0).inner_text()
@@ -220,4 +247,6 @@ def test_what_goes_wrong_is_said(visit: Visit):
     page.wait_for_selector("tbody tr.open")
     visit.open(f"latent/3?run={TINY_GEMMA2}")
     page.wait_for_selector(".example")
+    visit.open("steer?edits=none")
+    page.wait_for_selector("[role=alert]")
     visit.said.clear()  # a status of 422 is in the console

@@ -43,8 +43,8 @@ function reading(data, actions = () => null, onChoose = () => {}) {
     reset.textContent = byCode ? "by the strongest" : "by all latents";
     swap.textContent = byCode ? "by attribution" : "by code";
     scale.replaceChildren(ramp(+least.toPrecision(3), +largest.toPrecision(3), values.some((value) => value < 0)));
-    document.querySelectorAll("tr[data-latent]").forEach((row) => row.classList.toggle("chosen",
-      row.dataset.latent === `${chosen}`));
+    const rows = body.flatMap((part) => [...part.querySelectorAll("tr[data-latent]")]);
+    rows.forEach((row) => row.classList.toggle("chosen", row.dataset.latent === `${chosen}`));
   }
 
   function choose(latent) {

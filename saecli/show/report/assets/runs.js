@@ -23,17 +23,31 @@ function curvesCard({ run, lines }) {
     muted(`step ${number(last.step)}, FVU ${number((batches.at(-1) ?? heldOut.at(-1))[1])}, L0 ${number(l0)}`));
 }
 
-async function runsView(view, state) {
-  const { runs } = await ask("runs", {});
-  const name = state.name ?? runs[0]?.name;
+async function runsView(view, state, isHere) {
+  const curve = h("div", {}), table = h("div", {}), said = h("p", { class: "muted", role: "status" });
+  let listed = "";
   const draw = async () => {
+    const { runs } = await ask("runs", {}, true), name = state.name ?? runs[0]?.name;
     const logged = name && await ask("curves", { run: name }, true);
-    view.replaceChildren(h("header", {}, h("h1", { tabindex: "-1" }, "Runs")), logged ? curvesCard(logged) : "",
-      runsTable(runs, name));
+    if (!isHere()) return false;
+    curve.replaceChildren(logged ? curvesCard(logged) : "");
+    const listing = JSON.stringify(runs);
+    if (listing !== listed) table.replaceChildren(runsTable(runs, name)); // otherwise the focus stays in it
+    listed = listing;
+    return !frozen && runs.find((run) => run.name === name)?.state === "unfinished";
   };
-  await draw();
-  const trained = runs.find((run) => run.name === name)?.state === "unfinished";
-  if (!trained || frozen) return null;
-  const timer = setInterval(() => draw().catch(() => clearInterval(timer)), EVERY);
-  return () => clearInterval(timer);
+  const follow = async () => {
+    let goesOn = true;
+    try {
+      goesOn = await draw();
+      said.textContent = "";
+    } catch (error) {
+      said.textContent = error.message;
+    }
+    if (goesOn && isHere()) setTimeout(follow, EVERY);
+  };
+  const goesOn = await draw();
+  if (!isHere()) return;
+  view.replaceChildren(h("header", {}, h("h1", { tabindex: "-1" }, "Runs")), said, curve, table);
+  if (goesOn) setTimeout(follow, EVERY);
 }

@@ -31,7 +31,7 @@ function nextTokens(next) {
 function pieces(parts, prompt, asks) {
   let before = prompt;
   return parts.map(([text, id]) => {
-    const words = readable(text).replaceAll("↵", "↵\n"), asked = { text: before, why: id };
+    const words = readable(text).replaceAll("↵", "↵\n"), asked = { text: before, token: id };
     before += text;
     if (!asks || id === null) return h("span", {}, words);
     return h("a", { class: "token", href: link({ view: "text", ...asked }), title: "why this token?" }, words);
@@ -91,7 +91,7 @@ function steeringView(view, state) {
     if (own === stopped) stop.hidden = true;
   };
   view.replaceChildren(h("header", {}, h("h1", { tabindex: "-1" }, "Steer")),
-    h("form", { class: "card", onsubmit: (event) => { event.preventDefault(); run(); } }, prompt, rows,
+    h("form", { class: "card", onsubmit: (event) => { event.preventDefault(); add(); run(); } }, prompt, rows,
       h("div", { class: "bar-of-tools" }, h("label", { class: "go" }, latent), h("button", { type: "button", onclick: add }, "Change a latent"),
         h("label", {}, h("span", {}, "tokens"), most), h("label", {}, h("span", {}, "temperature"), heat),
         h("button", { type: "submit", disabled: !!frozen }, "Continue"), stop), said),
