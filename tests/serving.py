@@ -56,8 +56,12 @@ class Server:
 
 
 @contextmanager
-def served(home: Path, token: str | None = None) -> Iterator[Server]:
-    """The bundled SAE, and a run of the home with the same weights."""
+def served(home: Path, token: str | None = None, known_as: int | None = None) -> Iterator[Server]:
+    """The bundled SAE, and a run of the home with the same weights.
+
+    Args:
+        known_as: the port in addresses, if another than the server listens at.
+    """
     if not (home / "activations" / "rows").exists():
         saecli.extract(TINY_GEMMA2, layer=2, rows=4000, name="rows", home=home)
         sae = saecli.load_sae(TINY_GEMMA2, home)
@@ -65,7 +69,7 @@ def served(home: Path, token: str | None = None) -> Iterator[Server]:
     bench = Workbench(Home.at(home), [TINY_GEMMA2, "own"], None, None, "rows", "cpu", Silent())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        config = uvicorn.Config(application(bench, port, token), log_level="warning")
+        config = uvicorn.Config(application(bench, known_as or port, token), log_level="warning")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

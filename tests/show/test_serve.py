@@ -23,6 +23,7 @@ from saecli.base.home import Home
 from saecli.model import TINY_GEMMA2
 from saecli.show.serve.app import MOST_WAITING
 from saecli.show.serve.guard import MOST_BYTES
+from saecli.show.serve.requests import ToLabel
 from saecli.show.serve.workbench import Workbench
 
 TEXT = "def join(parts): return the parts of a path"
@@ -247,7 +248,24 @@ def test_another_host_asks_for_the_token(tmp_path: Path, server: Server):
         assert guarded.get("api/about?token=secret").status_code == 403  # only the page's address
         browser = requests.Session()
         assert browser.get(f"{guarded.url}/?token=secret", timeout=30).status_code == 200
+        with served(server.home, token="other") as beside:  # a browser knows hosts, not ports
+            assert browser.get(f"{beside.url}/?token=other", timeout=30).status_code == 200
+            assert browser.get(f"{beside.url}/api/about", timeout=30).status_code == 200
         assert browser.get(f"{guarded.url}/api/about", timeout=30).json()["model"] == TINY_GEMMA2
+
+
+def test_the_port_of_http_is_left_out_of_addresses(server: Server):
+    with served(server.home, known_as=80) as there:
+        for host, status in {"localhost": 200, "localhost:80": 200, "evil.example": 403}.items():
+            assert there.raw("GET", "/api/about", None, {"Host": host})[0] == status
+
+
+def test_labels_are_kept_in_a_home_behind_a_link(server: Server, tmp_path: Path):
+    home = tmp_path / "link"
+    home.symlink_to(server.home)
+    bench = Workbench(Home.at(home), ["own"], None, None, None, "cpu", Silent())
+    assert bench.sae("own").label(ToLabel("own", 6, "paths"))["label"] == "paths"
+    assert bench.sae("own").label(ToLabel("own", 6, None))["before"] == "paths"
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:

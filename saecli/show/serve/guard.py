@@ -12,7 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "sae-token"
+COOKIE = "sae-token-{port}"  # browsers send a host's cookies to all its ports
+HTTP_PORT = 80  # which addresses and Host headers leave out
 MOST_BYTES = 1 << 20  # of a request's body
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 POLICY = (
@@ -38,7 +39,10 @@ class Guard:
 
     def __init__(self, app: ASGIApp, port: int, token: str | None) -> None:
         self._app, self._token = app, token
+        self._cookie = COOKIE.format(port=port)
         self._hosts = {f"{name}:{port}" for name in LOOPBACK}
+        if port == HTTP_PORT:
+            self._hosts.update(LOOPBACK)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # WebSockets, which nothing here speaks
@@ -78,12 +82,12 @@ class Guard:
 
     def _admission(self, scope: Scope) -> Response | None:
         """The answer to who comes with the token in the address, or without it."""
-        if self._token is None or self._is_token(_cookie(Headers(scope=scope))):
+        if self._token is None or self._is_token(_cookie(Headers(scope=scope), self._cookie)):
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if scope["path"] == "/" and self._is_token(given):
             response = RedirectResponse("/", status_code=303)
-            response.set_cookie(COOKIE, given, httponly=True, samesite="strict", path="/")
+            response.set_cookie(self._cookie, given, httponly=True, samesite="strict", path="/")
             return response
         return refused(403, "open the address with the token that `sae serve` printed")
 
@@ -95,9 +99,9 @@ def refused(status: int, sentence: str) -> Response:
     return JSONResponse({"error": sentence}, status)
 
 
-def _cookie(headers: Headers) -> str:
+def _cookie(headers: Headers, name: str) -> str:
     try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
     return "" if cookie is None else cookie.value

@@ -195,7 +195,7 @@ class ServedSAE:
     def label(self, asked: ToLabel) -> dict[str, Any]:
         """Keep a label by hand, or remove it; the label that is shown then, and the one by hand before."""
         folder = self._opened[0].folder
-        if folder is None or folder.parent != self._home.runs.path.resolve():
+        if folder is None or folder.resolve().parent != self._home.runs.path.resolve():
             raise ConfigError(
                 f"labels are kept with runs of the home, and {self.name} is none; train one, or use `sae explain`"
             )
