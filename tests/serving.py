@@ -66,7 +66,7 @@ def served(home: Path, token: str | None = None, known_as: int | None = None) ->
         saecli.extract(TINY_GEMMA2, layer=2, rows=4000, name="rows", home=home)
         sae = saecli.load_sae(TINY_GEMMA2, home)
         make_run(home, "own", sae, origin=ORIGIN)
-    bench = Workbench(Home.at(home), [TINY_GEMMA2, "own"], None, None, "rows", "cpu", Silent())
+    bench = Workbench(Home.at(home), [TINY_GEMMA2, "own"], None, "rows", "cpu", Silent())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         config = uvicorn.Config(application(bench, known_as or port, token), log_level="warning")

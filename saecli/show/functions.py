@@ -121,16 +121,17 @@ def serve(
         `url`, to open in a browser; `runs` and `model`.
     """
     from ..base.devices import as_usual
+    from ..model.choice import model_given
     from .serve.start import bound, demand_installed, url_of
 
     demand_installed()
     from .serve.app import application, run_server
     from .serve.workbench import Workbench
 
-    listener = listening(progress)
+    listener, given = listening(progress), model_given(model, tokenizer)
     chosen: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
     with bound(host, port) as listening_socket:
-        bench = as_usual(Workbench)(Home.at(home), chosen, model, tokenizer, data, device, listener)
+        bench = as_usual(Workbench)(Home.at(home), chosen, given, data, device, listener)
         url, token = url_of(listening_socket, host)
         about = bench.about
         document = {

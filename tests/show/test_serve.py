@@ -263,7 +263,7 @@ def test_the_port_of_http_is_left_out_of_addresses(server: Server):
 def test_labels_are_kept_in_a_home_behind_a_link(server: Server, tmp_path: Path):
     home = tmp_path / "link"
     home.symlink_to(server.home)
-    bench = Workbench(Home.at(home), ["own"], None, None, None, "cpu", Silent())
+    bench = Workbench(Home.at(home), ["own"], None, None, "cpu", Silent())
     assert bench.sae("own").label(ToLabel("own", 6, "paths"))["label"] == "paths"
     assert bench.sae("own").label(ToLabel("own", 6, None))["before"] == "paths"
 
@@ -304,7 +304,7 @@ def test_a_text_that_grows_lets_others_between_its_tokens(server: Server):
 
 
 def test_rows_that_are_not_here_are_said_to_be(tmp_path: Path):
-    bench = Workbench(Home.at(tmp_path), [TINY_GEMMA2], None, None, None, "cpu", Silent())
+    bench = Workbench(Home.at(tmp_path), [TINY_GEMMA2], None, None, "cpu", Silent())
     with pytest.raises(SaeError, match="shown on rows of a store, which is not here"):
         bench.sae(TINY_GEMMA2).overview()
 

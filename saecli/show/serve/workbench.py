@@ -253,6 +253,7 @@ class Workbench:
 
     Args:
         saes: runs, folders or hub names; None for the newest run.
+        model: from `model_given`; None for the one that the SAEs' files name.
         data: the rows that latents are shown on; None for those of training.
     """
 
@@ -261,7 +262,6 @@ class Workbench:
         home: Home,
         saes: Sequence[SAELike],
         model: Any,
-        tokenizer: Any,
         data: RowsLike,
         device: str,
         listener: Listener,
@@ -269,7 +269,7 @@ class Workbench:
         self._home = home
         opened = [open_sae(home, sae, listener) for sae in saes]
         placements = [placement(each, None, None, "reading a prompt by") for each in opened]
-        source = model_of(placements, model, listener, tokenizer=tokenizer)
+        source = model_of(placements, model, listener)
         with listener.progress(f"loading {source.name}", None, "") as _:
             self._model = LanguageModel(source, device_named(device), head=True)
         self.saes = {
