@@ -39,7 +39,7 @@ from ..sae.dictionary import SAE
 from ..splice.passes import CleanPass
 
 
-def demand_asked(why: str | None, against: str | None, compare: object) -> None:
+def demand_asked(why: str | int | None, against: str | None, compare: object) -> None:
     if why is None and against is not None:
         raise ConfigError("--against does nothing without --why; leave it out, or give both")
     if why is not None and compare is not None:

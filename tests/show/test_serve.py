@@ -147,7 +147,8 @@ MALFORMED: list[tuple[str, Any]] = [
         *({"run": TINY_GEMMA2, "text": "a b", "why": why} for why in (10**9, -1, "several words here", "", [])),
         *({"run": TINY_GEMMA2, "text": "a b", "top": top} for top in (0, -1, 51, 1.5, "5")),
         *({"run": TINY_GEMMA2, "text": "a b", "steps": steps} for steps in (0, 51, None)),
-        {"run": TINY_GEMMA2, "text": "a b", "compare": ""},
+        *({"run": TINY_GEMMA2, "text": "a b", "compare": other, "why": 5} for other in ("", "c")),
+        {"run": TINY_GEMMA2, "text": "a b", "against": "c"},
         {"run": TINY_GEMMA2, "text": "\ud800"},
     ]
 ] + [

@@ -134,6 +134,7 @@ def test_latents_are_searched_opened_labelled_and_steered(visit: Visit):
     page.fill("[aria-label=label]", HOSTILE)
     page.click("button:text-is('Label')")
     page.wait_for_selector("text=kept in labels.json")
+    assert page.inner_text("#latent .about").startswith(HOSTILE)
     page.click("a[rel=up]")
     assert page.locator("tbody", has_text=HOSTILE).count() == 1
     assert page.locator("img").count() == 0

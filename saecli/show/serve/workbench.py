@@ -13,7 +13,7 @@ from ...base.devices import device_named
 from ...base.errors import ConfigError, StoreError
 from ...base.home import Home
 from ...extract.texts import Chats
-from ...measure.attribution import Metric
+from ...measure.attribution import Metric, demand_asked
 from ...measure.continuing import Continuation, likeliest
 from ...measure.kept_codes import KeptCodes
 from ...measure.labels import LABELS, Label, add_labels, remove_labels, shown_labels
@@ -89,6 +89,7 @@ class ServedSAE:
 
     def read(self, asked: ToRead) -> dict[str, Any]:
         """The document of `saecli.read`, with `notes`; each token's strongest latents are described."""
+        demand_asked(asked.why, asked.against, asked.compare)
         notes = Notes()
         texts = {"the text": _messages(asked.text)}
         if asked.compare is not None:

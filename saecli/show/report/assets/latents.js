@@ -99,6 +99,17 @@ function latentPages(data, views, load, labelling = () => null) {
       rel: "noreferrer" }, "its page on Neuronpedia"));
   }
 
+  function aboutLatent(latent) {
+    const label = data.latents.label?.[latent];
+    return [label ? h("b", { class: "part" }, readable(label)) : "", h("bdi", { class: "part" }, data.heading.run),
+      outside(latent) ?? ""];
+  }
+
+  function changed(latent) { // by another label
+    table.changed(latent);
+    views.latent.querySelector(".about").replaceChildren(...aboutLatent(latent));
+  }
+
   function showLatent(latent) {
     const order = table.order();
     const turn = (name, step) => {
@@ -110,10 +121,8 @@ function latentPages(data, views, load, labelling = () => null) {
     const title = h("h1", { tabindex: "-1" }, `Latent ${latent}`);
     views.latent.replaceChildren(h("header", {}, h("nav", { class: "bar-of-tools" },
       h("a", { class: "button", href: link({ view: "latents" }), rel: "up" }, "All latents"), h("span", { class: "spring" }), jump(),
-      turn("‹ previous", -1), turn("next ›", 1)), title, h("p", { class: "muted" },
-      data.latents.label?.[latent]
-      && h("b", { class: "part" }, readable(data.latents.label[latent])), h("bdi", { class: "part" }, data.heading.run),
-    outside(latent)), labelling(latent) ?? ""), content);
+      turn("‹ previous", -1), turn("next ›", 1)), title, h("p", { class: "muted about" }, aboutLatent(latent)),
+    labelling(latent) ?? ""), content);
     const place = table.place.get(latent);
     if (place == null) {
       content.textContent = Number.isInteger(latent) && latent < data.latents.frequency.length
@@ -155,5 +164,5 @@ function latentPages(data, views, load, labelling = () => null) {
 
   views.overview.replaceChildren();
   overviewPage();
-  return { show, onKey, changed: table.changed };
+  return { show, onKey, changed };
 }
