@@ -141,7 +141,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("read", asked)
     for asked in [
         *(None, [], "text", 3, {}, {"run": TINY_GEMMA2}, {"run": "none", "text": "a"}),
-        *({"run": TINY_GEMMA2, "text": text} for text in ("", " ", 3, None, [], [{"role": 1}], "a" * 100_001)),
+        *({"run": TINY_GEMMA2, "text": text} for text in ("", " ", 3, None, [], [{"role": 1}], "a" * 20_001)),
         *({"run": run, "text": "a"} for run in ("../own", "/etc/passwd", "own/../own", "\x00", "a" * 600)),
         {"run": TINY_GEMMA2, "text": [{"role": "user", "content": "no template"}]},
         *({"run": TINY_GEMMA2, "text": "a b", "why": why} for why in (10**9, -1, "several words here", "", [])),

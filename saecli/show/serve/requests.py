@@ -5,15 +5,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 
+LETTERS = 20_000  # of a text, which is read in one turn: seconds of a small model on two cores
 Name = Annotated[str, MaxLen(512)]
-Text = Annotated[str, MinLen(1), MaxLen(100_000)]
+Text = Annotated[str, MinLen(1), MaxLen(LETTERS)]
 Latent = Annotated[int, Ge(0), Le(2**31 - 1)]
 
 
 @dataclass(frozen=True)
 class Message:
     role: Annotated[str, MaxLen(32)]
-    content: Annotated[str, MaxLen(100_000)]
+    content: Annotated[str, MaxLen(LETTERS)]
 
 
 @dataclass(frozen=True)
