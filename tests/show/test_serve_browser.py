@@ -238,12 +238,27 @@ def test_a_page_is_saved_as_one_file_that_shows_the_same(visit: Visit, tmp_path:
     assert page.inner_text(".strongest") == texts
     page.click("a[rel=next]")
     page.wait_for_selector("text=This page was saved without that")
+    edits = json.dumps([{"latent": 100, "method": "add", "scale": 12}])
+    visit.open(f"steer?text={TEXT}&edits={edits}&most=8&go=true")
+    page.wait_for_selector(".sides a.token")
+    words = page.inner_text(".sides")
+    page.focus("input[type=range]")
+    page.keyboard.press("ArrowRight")  # what is saved is what was answered
+    with page.expect_download() as download:
+        page.click("text=Save as a file")
+    download.value.save_as(path)
+    page.goto(path.as_uri())
+    page.wait_for_selector(".sides a.token")
+    assert page.inner_text(".sides") == words
+    assert page.input_value("input[type=range]") == "12"
 
 
 def test_what_goes_wrong_is_said(visit: Visit):
     page = visit.page
     visit.open(f"text?text={TEXT}&why=several%20words%20here")
     page.wait_for_selector("text=must be one token")
+    visit.open("constructor")
+    page.wait_for_selector("text=There is no such view")
     visit.open("latents")  # of the bundled SAE, on the rows given
     page.wait_for_selector("tbody tr.open")
     visit.open(f"latent/3?run={TINY_GEMMA2}")

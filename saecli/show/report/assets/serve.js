@@ -5,6 +5,7 @@ const views = Object.fromEntries(["overview", "latent", "tool"].map((id) => [id,
 const answers = new Map(Object.entries(frozen?.answers ?? {})); // of this view, by what was asked
 const TABS = { text: "Text", latents: "Latents", steer: "Steer", runs: "Runs" };
 let about, leave = null, pages = null, current = {};
+let answered = null; // the state of the answers on the page, where a form is ahead of them
 let visits = 0; // an answer that comes when the reader has gone on is not shown
 
 // State as the part of an address after #: its view, then what differs from the default.
@@ -18,6 +19,7 @@ function link(state) {
 
 function parsed(hash) {
   const [place, words] = hash.slice(1).split("?"), [view, latent] = (place || "text").split("/");
+  if (view !== "latent" && !Object.hasOwn(TABS, view)) throw new Error("There is no such view; choose one above.");
   const state = { view, latent: latent == null ? undefined : Number(latent), run: about.saes[0].run };
   for (const [key, value] of new URLSearchParams(words ?? "")) {
     state[key] = ["edits", "most", "temperature", "go", "shade", "token"].includes(key) ? JSON.parse(value) : value;
@@ -181,7 +183,7 @@ function textView(view, state) {
 
 async function saveFile() {
   const template = await (await fetched("frozen.html")).text();
-  const kept = { hash: link(current), answers: Object.fromEntries(answers) };
+  const kept = { hash: link(answered ?? current), answers: Object.fromEntries(answers) };
   const escaped = JSON.stringify(kept).replace(/[<>&\u2028\u2029]/g,
     (letter) => `\\u${letter.charCodeAt(0).toString(16).padStart(4, "0")}`);
   const marker = '<script type="application/json" id="data">';
@@ -213,7 +215,7 @@ function menu() {
 
 async function go(hash, bar) {
   leave?.();
-  leave = null;
+  leave = answered = null;
   const visit = visits += 1, isHere = () => visit === visits;
   try {
     const state = parsed(hash);

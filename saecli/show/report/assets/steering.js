@@ -39,7 +39,7 @@ function pieces(parts, prompt, asks) {
 }
 
 function steeringView(view, state) {
-  const edits = state.edits ?? [];
+  const edits = Array.isArray(state.edits) ? state.edits : [];
   const prompt = h("textarea", { id: "prompt", rows: 3, "aria-label": "text to continue" });
   prompt.value = state.text ?? "";
   const most = h("input", { type: "number", min: 1, max: 512, value: state.most ?? 40, "aria-label": "new tokens" });
@@ -79,6 +79,7 @@ function steeringView(view, state) {
     stopped?.abort();
     const own = stopped = new AbortController();
     keep();
+    answered = structuredClone(current); // edits change in place
     stop.hidden = false;
     said.textContent = "…";
     first.replaceChildren();
