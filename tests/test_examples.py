@@ -12,6 +12,7 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,6 +212,7 @@ def test_the_readme_counts_the_reports_verdicts():
     assert sum(map(sum, counts.values())) > 20
 
 
+@pytest.mark.slow
 def test_report_without_a_finished_section_names_it(tmp_path: Path):
     done = captured([sys.executable, EXAMPLES / "report.py", tmp_path])
     assert done.returncode == 2
@@ -238,10 +240,20 @@ FOREIGN = ("sae_bench", "sae_lens")  # want environments of their own
 NORMALISE = EXAMPLES / "mnist" / "normalise.py"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def imports_foreign(script: Path) -> bool:
+    imported = "|".join(FOREIGN)
+    return bool(re.search(rf"^(from|import) ({imported})", script.read_text(), re.MULTILINE))
+
+
+def case_of(script: Path) -> Any:
+    marks = [pytest.mark.slow] if imports_foreign(script) else []
+    return pytest.param(script, marks=marks, id=str(script.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("script", [case_of(path) for path in SCRIPTS])
 def test_a_script_is_imported_and_answers_help(script, monkeypatch, capfd):
     text = script.read_text()
-    if any(re.search(rf"^(from|import) {package}", text, re.MULTILINE) for package in FOREIGN):
+    if imports_foreign(script):
         done = captured([sys.executable, script, "--help"], env=HERE)
         assert "usage:" in done.stdout or "No module named 'sae_" in done.stderr
         return

@@ -239,6 +239,7 @@ def test_roles_and_stores_of_one_text_are_compared_document_by_document(tmp_path
     assert first["difference_low"] > 0
 
 
+@pytest.mark.slow
 def test_a_permuted_copy_replicates_by_decoder_and_by_codes(tmp_path: Path):
     two_stores(tmp_path, 0.15)
     order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))

@@ -180,6 +180,7 @@ Endpoint(server, Path(sys.argv[3]), Silent()).ask([(f"question {n}",) for n in r
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_goes_on_where_it_was(served, tmp_path, stop):
     gate, path = threading.Semaphore(4), tmp_path / "answers.jsonl"

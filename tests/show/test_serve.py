@@ -283,6 +283,7 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_a_flood_is_refused_and_what_waits_is_answered(server: Server):
     count = MOST_WAITING + 30
     asked = {"run": TINY_GEMMA2, "text": TEXT * 40}
