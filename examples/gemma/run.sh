@@ -54,6 +54,9 @@ if ((d_sae < 4096)) && ! $quick; then  # the paper's numbers, next to its propor
         train wide topk paper "$value" "--act abs-topk --k $value $(paper_pam 1) --d-sae 4096"
         tools wide topk "$value" 1 "--act topk --k $value" "--d-sae 4096"
     done
+    train wide relu sgd 1 "--act relu $(paper_sgd 1) $(paper_l1 0.01) --d-sae 4096"
+    train wide relu paper 1 "--act relu $(paper_pam 1) $(paper_l1 0.00001) --d-sae 4096"
+    tools wide relu 1 1 "--act relu" "--d-sae 4096"
 fi
 trained
 geometry base-topk-default-1-0 "$k"
