@@ -59,23 +59,41 @@ def _latent(number: int | str, d_sae: int) -> int:
     return int(number)
 
 
-def shown(labels: Mapping[LabelKind, Label]) -> str | None:
+def _shown(labels: Mapping[LabelKind, Label]) -> tuple[str, float | None] | None:
+    """The label that is shown, if any, and its score, None by hand."""
     for kind in get_args(LabelKind):
         label = labels.get(kind)
         if label is None:
             continue
-        measure, least = SHOWN_ABOVE.get(kind, ("", 0.0))
+        if kind not in SHOWN_ABOVE:
+            return label.label, None
+        measure, least = SHOWN_ABOVE[kind]
         score = label.scores.get(measure, 1.0)
         if score is not None and score > least:
-            return label.label
+            return label.label, label.scores.get(measure)
     return None
+
+
+def shown(labels: Mapping[LabelKind, Label]) -> str | None:
+    found = _shown(labels)
+    return None if found is None else found[0]
+
+
+def _shown_in(folder: Path | None, d_sae: int) -> dict[int, tuple[str, float | None]]:
+    labels = {} if folder is None else read_labels(folder / LABELS, d_sae)
+    each = ((latent, _shown(by_kind)) for latent, by_kind in labels.items())
+    return {latent: found for latent, found in each if found is not None}
 
 
 def shown_labels(folder: Path | None, d_sae: int) -> dict[int, str]:
     """The label shown of each latent that has one, by the file in an SAE's folder."""
-    labels = {} if folder is None else read_labels(folder / LABELS, d_sae)
-    each = ((latent, shown(by_kind)) for latent, by_kind in labels.items())
-    return {latent: label for latent, label in each if label is not None}
+    return {latent: label for latent, (label, _) in _shown_in(folder, d_sae).items()}
+
+
+def shown_scores(folder: Path | None, d_sae: int) -> dict[int, float]:
+    """The balanced accuracy of each label that is shown and has one: `SHOWN_ABOVE` says which; chance is 0.5."""
+    found = _shown_in(folder, d_sae).items()
+    return {latent: score for latent, (_, score) in found if score is not None}
 
 
 def add_labels(path: Path, kind: LabelKind, labels: Mapping[int, Label], d_sae: int) -> Labels:

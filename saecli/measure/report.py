@@ -20,7 +20,7 @@ from ..train.runs import read_metrics
 from .cosines import near_latents
 from .evaluate import evaluate_all, noted, own_models, stored_models
 from .hook_points import hook_points_document
-from .labels import shown_labels
+from .labels import shown_labels, shown_scores
 from .latents import Examples, LatentSurvey, at_random, row_blocks, survey_latents
 from .measured import Measured, held_out
 from .verdicts import shown_verdicts
@@ -73,6 +73,11 @@ class ReportContext:
     @property
     def labels(self) -> dict[int, str]:
         return shown_labels(self.run.subject.folder, self.run.sae.d_sae)
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Of labels."""
+        return shown_scores(self.run.subject.folder, self.run.sae.d_sae)
 
     @property
     def verdicts(self) -> dict[int, str]:

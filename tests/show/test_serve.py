@@ -114,11 +114,20 @@ def test_labels_by_hand_are_kept_and_undone(server: Server):
     assert server.post("label", asked).json() == {
         "latent": 5,
         "label": "<b>paths</b>",
+        "score": None,
         "before": None,
     }
     assert json.loads(path.read_text())["5"]["given"]["label"] == "<b>paths</b>"
     labels = server.get("api/overview?run=own").json()["latents"]["label"]
     assert labels[5] == "<b>paths</b>"
+    rule = {"label": "after `(`", "scores": {"texts": 0.7, "tokens": 0.81}}
+    path.write_text(json.dumps({"5": {"rule": rule, "given": {"label": "by hand", "scores": {}}}}))
+    assert server.get("api/overview?run=own").json()["latents"]["score"][5] is None
+    asked_none = server.post("label", asked | {"label": None}).json()
+    assert (asked_none["label"], asked_none["score"]) == ("after `(`", 0.81)
+    scores = server.get("api/overview?run=own").json()["latents"]["score"]
+    assert scores[5] == 0.81 and scores[4] is None
+    path.write_text(json.dumps({"5": "<b>paths</b>"}))
     done = server.post("label", asked | {"label": None}).json()
     assert (done["label"], done["before"]) == (None, "<b>paths</b>")
     assert json.loads(path.read_text()) == {}

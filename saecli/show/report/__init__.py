@@ -165,7 +165,12 @@ def overview(
         "largest": rounded(survey.magnitudes.largest),
         **columns,
     }
-    for name, of_latents in (("label", context.labels), ("verdict", context.verdicts)):
+    known: dict[str, dict[int, Any]] = {
+        "label": context.labels,
+        "score": context.scores,
+        "verdict": context.verdicts,
+    }
+    for name, of_latents in known.items():
         if of_latents:
             latents[name] = [of_latents.get(latent) for latent in range(d_sae)]
     return {

@@ -16,7 +16,7 @@ from ...extract.texts import Chats
 from ...measure.attribution import Metric, demand_asked
 from ...measure.continuing import Continuation, likeliest
 from ...measure.kept_codes import KeptCodes
-from ...measure.labels import LABELS, Label, add_labels, remove_labels, shown_labels
+from ...measure.labels import LABELS, Label, add_labels, remove_labels, shown_labels, shown_scores
 from ...measure.latents import chosen_latents
 from ...measure.measured import ChosenRows, Measured, RowsLike
 from ...measure.read import Known, Reader, reading_document
@@ -155,8 +155,11 @@ class ServedSAE:
         """A report's overview of all latents. The first call encodes the rows, which takes up to a minute or two."""
         with self._surveying:
             document = self._overview
-        labels = self._labels
-        latents = document["latents"] | {"label": [labels.get(n) for n in range(self.d_sae)]}
+        labels, scores = self._labels, shown_scores(self._opened[0].folder, self.d_sae)
+        latents = document["latents"] | {
+            "label": [labels.get(latent) for latent in range(self.d_sae)],
+            "score": [scores.get(latent) for latent in range(self.d_sae)],
+        }
         return document | {"latents": latents}
 
     def _latent(self, latent: int) -> dict[str, Any]:
@@ -208,6 +211,7 @@ class ServedSAE:
         return {
             "latent": latent,
             "label": self._labels.get(latent),
+            "score": shown_scores(folder, self.d_sae).get(latent),
             "before": None if before is None else before.label,
         }
 

@@ -101,7 +101,9 @@ function latentPages(data, views, load, labelling = () => null) {
 
   function aboutLatent(latent) {
     const label = data.latents.label?.[latent];
-    return [label ? h("b", { class: "part" }, readable(label)) : "", h("bdi", { class: "part" }, data.heading.run),
+    const score = data.latents.score?.[latent];
+    return [label ? h("b", { class: "part" }, readable(label)) : "",
+      score ? h("span", { class: "part" }, `score ${score.toFixed(2)}, chance 0.5`) : "", h("bdi", { class: "part" }, data.heading.run),
       outside(latent) ?? ""];
   }
 

@@ -102,6 +102,7 @@ function labelForm(data, run, latent) {
     try {
       const done = await ask("label", { run, latent, label });
       data.latents.label[latent] = done.label;
+      data.latents.score[latent] = done.score;
       words.value = done.label ?? "";
       pages.changed(latent);
       said.replaceChildren(done.label ? "kept in labels.json " : "removed ", h("button", { type: "button", class: "more",

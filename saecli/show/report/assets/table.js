@@ -46,6 +46,10 @@ function latentTable(data) {
     columns.push({ name: "label", key: (latent) => label(latent)?.toLowerCase() ?? null, first: 1, text: true,
       show: (latent) => readable(label(latent) ?? "") });
   }
+  const score = (latent) => latents.score?.[latent] ?? null;
+  if (latents.score?.some((one) => one !== null)) {
+    columns.push({ name: "score", key: score, show: (latent) => score(latent)?.toFixed(2) ?? "–", first: -1, wide: true });
+  }
   const verdict = (latent) => latents.verdict?.[latent] ?? null;
   if (latents.verdict) columns.push({ name: "in the model", key: verdict, show: verdict, first: 1, text: true });
   const words = (column) => (latent) => (of(column)(latent) ?? []).join("\u0000").trim().toLowerCase() || null;
