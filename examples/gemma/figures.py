@@ -143,10 +143,9 @@ def wide_claim(runs: list[Run], act: str, form: str, statement: str, above: bool
         for setting, ratio in over.items()
         if (ratio.mean > 1 + LEVEL if above else ratio.mean < 1 - LEVEL)
     ]
-    evidence = (
-        f"FVU over SGD's, on all rows: {listed(over)}. Of pam-sgd over sgd's, by the tool's defaults: "
-        f"{listed(tools)}"
-    )
+    evidence = f"FVU over SGD's, on all rows: {listed(over)}"
+    if tools:
+        evidence += f". Of pam-sgd over sgd's, by the tool's defaults: {listed(tools)}"
     return [
         Claim(f"{statement}, {' and '.join(over)}", part_verdict(held, over), evidence, "sizes.png")
     ]
