@@ -53,8 +53,9 @@ class Metric(NamedTuple):
     against: int | None
 
     @classmethod
-    def of(cls, model: LanguageModel, why: str, against: str | None) -> Self:
-        token = one_token(model.tokenizer, "--why", why)
+    def of(cls, model: LanguageModel, why: str | int, against: str | None) -> Self:
+        """Of tokens by their texts, the first also by its id."""
+        token = why if isinstance(why, int) else one_token(model.tokenizer, "--why", why)
         other = None if against is None else one_token(model.tokenizer, "--against", against)
         if token == other:
             raise ConfigError(

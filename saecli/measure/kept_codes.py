@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from scipy.sparse import csc_array, csr_array
+from scipy.sparse import csc_array
 
 from ..base.console import Listener
 from .latents import Examples, LatentSurvey, SurveyBlock, at_random, row_blocks
@@ -80,5 +80,5 @@ class KeptCodes:
         for block, codes in self._blocks:
             assert block.texts is not None
             of_rows = block.texts.token_ids[block.texts.stored]
-            entries = csr_array(codes).tocoo()
+            entries = codes.tocoo()
             yield entries.col, abs(entries.data), of_rows[entries.row]

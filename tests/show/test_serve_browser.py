@@ -29,6 +29,11 @@ class Visit:
         self.page.goto("about:blank")
         self.page.goto(f"{self.server.url}/#{state}")
 
+    def save(self, path: Path) -> None:
+        with self.page.expect_download() as download:
+            self.page.click("text=Save as a file")
+        download.value.save_as(path)
+
     def read(self, text: str = TEXT) -> None:
         self.open("text")
         self.page.fill("#prompt", text)
@@ -216,10 +221,8 @@ def test_a_page_is_saved_as_one_file_that_shows_the_same(visit: Visit, tmp_path:
     page.locator(".peek .pick").first.click()
     page.mouse.move(0, 0)
     shown = page.inner_text(".texts")
-    with page.expect_download() as download:
-        page.click("text=Save as a file")
     path = tmp_path / "saved.html"
-    download.value.save_as(path)
+    visit.save(path)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(path.as_uri())
@@ -230,9 +233,7 @@ def test_a_page_is_saved_as_one_file_that_shows_the_same(visit: Visit, tmp_path:
     visit.open("latent/3?run=own")
     page.wait_for_selector(".example")
     texts = page.inner_text(".strongest")
-    with page.expect_download() as download:
-        page.click("text=Save as a file")
-    download.value.save_as(path)
+    visit.save(path)
     page.goto(path.as_uri())
     page.wait_for_selector(".example")
     assert page.inner_text(".strongest") == texts
@@ -244,9 +245,7 @@ def test_a_page_is_saved_as_one_file_that_shows_the_same(visit: Visit, tmp_path:
     words = page.inner_text(".sides")
     page.focus("input[type=range]")
     page.keyboard.press("ArrowRight")  # what is saved is what was answered
-    with page.expect_download() as download:
-        page.click("text=Save as a file")
-    download.value.save_as(path)
+    visit.save(path)
     page.goto(path.as_uri())
     page.wait_for_selector(".sides a.token")
     assert page.inner_text(".sides") == words

@@ -24,7 +24,7 @@ class ToRead:
     run: Name
     text: Text | Annotated[list[Message], MinLen(1), MaxLen(100)]
     compare: Text | None = None
-    why: str | Annotated[int, Ge(0)] | None = None  # a token's text, or its id
+    why: str | Annotated[int, Ge(0), Le(2**31 - 1)] | None = None  # a token's text, or its id
     against: str | None = None
     steps: Annotated[int, Ge(1), Le(50)] = 1
     top: Annotated[int, Ge(1), Le(50)] = 10

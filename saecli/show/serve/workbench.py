@@ -24,7 +24,7 @@ from ...measure.report import ReportContext
 from ...measure.steer import CodeEdits, prompt_ids, steerable
 from ...model.language_model import LanguageModel
 from ...model.saes import open_sae
-from ...model.tokenizer import TokenTexts, affixes, characters, one_token, special_ids
+from ...model.tokenizer import TokenTexts, affixes, characters, special_ids
 from ...sae.formats import SavedSAE
 from ...sae.library import SAELike, Subject
 from ...splice.placement import Placement, model_of, placement
@@ -97,7 +97,7 @@ class ServedSAE:
         readings = [self._reader.read(text, name, notes) for name, text in texts.items()]
         attribution = None
         if asked.why is not None:
-            metric = self._metric(asked.why, asked.against)
+            metric = Metric.of(self._model, asked.why, asked.against)
             attribution = self._reader.attribution(
                 readings[0], metric, asked.steps, None, asked.top, notes
             )
@@ -111,16 +111,6 @@ class ServedSAE:
             attribution,
         )
         return document | {"notes": notes.said}
-
-    def _metric(self, why: str | int, against: str | None) -> Metric:
-        if isinstance(why, str):
-            return Metric.of(self._model, why, against)
-        if why >= len(self._texts):
-            raise ConfigError(f"there is no token {why:,}: the last is {len(self._texts) - 1:,}")
-        other = None
-        if against is not None:
-            other = one_token(self._model.tokenizer, "the other token", against)
-        return Metric(why, other)
 
     @cached_property
     def _rows(self) -> Measured:
@@ -174,9 +164,10 @@ class ServedSAE:
     def continuation(self, asked: ToContinue) -> "SteeredTexts":
         notes = Notes()
         edit = self._edit(asked.edits)
-        steered = steerable(self._opened, "add", self._model.source.spec, None, None)
-        if self._opened[1].sae.widths and any(each.method != "add" for each in asked.edits):
-            steerable(self._opened, "clamp", None, None, None)  # says why not
+        # A crosscoder refuses the others.
+        others = [each.method for each in asked.edits if each.method != "add"]
+        method = others[0] if others else "add"
+        steered = steerable(self._opened, method, self._model.source.spec, None, None)
         prefix = affixes(self._model.tokenizer, steered.prepend_bos).prefix
         words = _messages(asked.text)
         if not isinstance(words, str):

@@ -197,8 +197,8 @@ async function saveFile() {
 function menu() {
   const run = h("select", { "aria-label": "run", onchange: () => { location.hash = link({ text: current.text, run: run.value,
     view: current.view === "latent" ? "latents" : current.view }); } }, about.saes.map((sae) => h("option", { value: sae.run }, sae.run)));
-  const tabs = Object.entries(TABS).map(([view, name]) => h("a", { class: "button tab", "data-view": view,
-    href: link({ view, text: ["text", "steer"].includes(view) ? current.text : undefined }) }, name));
+  const to = (view) => link({ view, text: ["text", "steer"].includes(view) ? current.text : undefined });
+  const tabs = Object.entries(TABS).map(([view, name]) => h("a", { class: "button tab", "data-view": view, href: to(view) }, name));
   const said = h("span", { class: "muted", role: "status" });
   const save = () => saveFile().then(() => { said.textContent = ""; }, (error) => { said.textContent = error.message; });
   const draw = () => {
@@ -206,7 +206,7 @@ function menu() {
     tabs.forEach((tab) => {
       const view = tab.dataset.view, here = view === current.view || (view === "latents" && current.view === "latent");
       tab.setAttribute("aria-current", here ? "page" : "false");
-      tab.setAttribute("href", link({ view, text: ["text", "steer"].includes(view) ? current.text : undefined }));
+      tab.setAttribute("href", to(view));
     });
   };
   return { draw, element: h("nav", { class: "menu bar-of-tools", "aria-label": "views" }, tabs, h("span", { class: "spring" }),
