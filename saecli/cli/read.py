@@ -9,7 +9,8 @@ A text over 4,096 tokens, or the model's limit, is read in windows of that lengt
 With --why, the latents that made the model say a token after the text: attributions along their codes, with the
 reconstruction error kept, and the measured change when the strongest are removed, each alone and together. One step
 predicts single removals best: in SmolLM2 the correlation is 0.88, with 10 steps 0.63, whose sum over all latents is the
-nearer one (off by 0.4 nats, with one step 9). A step or a removal there takes 0.2 seconds for 30 tokens.
+nearer one (off by 0.4 nats, with one step 9). A step or a removal there takes 0.2 seconds for 30 tokens. --also asks an
+SAE at another hook point, and removes the latents of all at once too.
 
 Example: sae read first --prompt "Once upon a time"
 """

@@ -90,6 +90,14 @@ Steps = Annotated[
     Count,
     Shown("With --why, steps of integrated gradients along the codes; 1: gradient times code."),
 ]
+Also = Annotated[
+    Sequence[SAELike],
+    Shown(
+        "With --why: attribute to the latents of this SAE too, at another hook point; repeat for several.",
+        kind=NAMES,
+        default_words="none",
+    ),
+]
 Layer = Annotated[
     Annotated[int, Ge(0)] | None, Shown("Read this block, from 0, if the SAE's file has none.")
 ]

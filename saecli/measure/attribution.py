@@ -11,6 +11,9 @@ gradient times code. With many steps attributions sum to M minus M without codes
 tokens and, with few steps, of curvature. Removal of a latent is a pass with y - z_i W_dec_i. A crosscoder's latents act
 at all its hook points.
 
+Each of several SAEs has its own attributions; what passes through latents of two counts for both. Their joint removal
+is one pass, in which a later SAE encodes what earlier ones leave.
+
     n                                          1     2     5     10    20
     correlation with single removals, log p    0.88  0.86  0.68  0.63  0.61
     the same against another token             0.95  0.94  0.87  0.85
@@ -23,8 +26,10 @@ Sources: Sundararajan, Taly and Yan, "Axiomatic Attribution for Deep Networks" (
 Circuits" (2025), for SAEs. Shapes: T tokens, n of them with codes, E = d_out, F = d_sae, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self, TypedDict
 
 import torch
@@ -37,11 +42,17 @@ from ..model.language_model import LanguageModel
 from ..model.tokenizer import TokenTexts, one_token
 from ..sae.dictionary import SAE
 from ..splice.passes import CleanPass
+from ..splice.placement import Placement
+from ..splice.spliced import Splice
+from ..store.origin import HookPoint
 
 
-def demand_asked(why: str | int | None, against: str | None, compare: object) -> None:
-    if why is None and against is not None:
-        raise ConfigError("--against does nothing without --why; leave it out, or give both")
+def demand_asked(
+    why: str | int | None, against: str | None, compare: object, also: Sequence[object] = ()
+) -> None:
+    for option, given in (("against", against is not None), ("also", len(also) > 0)):
+        if why is None and given:
+            raise ConfigError(f"--{option} does nothing without --why; leave it out, or give both")
     if why is not None and compare is not None:
         raise ConfigError("cannot use both --why and --compare; call it once for each")
 
@@ -72,6 +83,12 @@ class Metric(NamedTuple):
     def texts(self, texts: TokenTexts) -> dict[str, str | None]:
         against = None if self.against is None else texts[self.against]
         return {"token": texts[self.token], "against": against}
+
+
+class Question(NamedTuple):
+    metric: Metric
+    steps: int  # of integrated gradients
+    top: int  # latents to remove, unless they are chosen
 
 
 class Removal(TypedDict):
@@ -128,6 +145,34 @@ class SplicedText:
         return removals | {name: self._removal(part) for name, part in parts.items()}
 
 
+@torch.no_grad()
+def value_without(
+    chosen: Sequence[tuple[Placement, list[int]]], clean: CleanPass, is_row: Tensor, metric: Metric
+) -> float:
+    """M, with latents of several SAEs at 0 at the tokens that are rows, (B, T) bool."""
+    acting: dict[HookPoint, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
+    splices = [Splice(sae_at, partial(_zeroed, latents)) for sae_at, latents in chosen]
+    for splice in splices:
+        splice.begin(is_row)
+        acting[splice.at.written].append(splice.write)
+    for splice in splices:
+        if splice.at.target is not None:  # it reads what an SAE that writes there leaves
+            acting[splice.at.read].append(splice.read)
+
+    def act(point: HookPoint, activations: Tensor) -> Tensor:
+        for hook in acting[point]:
+            activations = hook(activations)
+        return activations
+
+    states = clean.changed((*acting,), act)
+    return float(metric.of_logits(clean.passes.logits(states[-1:])[0]))
+
+
+def _zeroed(latents: list[int], codes: Tensor) -> Tensor:
+    codes[..., latents] = 0
+    return codes
+
+
 @dataclass(frozen=True)
 class Attribution:
     asked: dict[str, str | None]  # texts of the tokens
@@ -137,12 +182,17 @@ class Attribution:
     by_token: csc_array  # (T, F)
     removals: dict[int | str, Removal]  # of `SplicedText.removals`, the strongest latents first
 
+    @property
+    def removed(self) -> list[int]:
+        """The latents that were removed."""
+        return [key for key in self.removals if isinstance(key, int)]
+
     def latent(self, latent: int, positions: Sequence[int]) -> dict[str, Any]:
         at_tokens = self.by_token[:, [latent]].toarray()[positions, 0].tolist()
         return {"attribution": sum(at_tokens), "attributions": at_tokens}
 
     def to_json(self) -> dict[str, Any]:
-        parts = {name: self.removals[name] for name in ("together", "all", "error")}
+        parts = {key: part for key, part in self.removals.items() if isinstance(key, str)}
         latents, error = -parts["all"]["predicted"], -parts["error"]["predicted"]
         rest = self.value - latents - error
         return {

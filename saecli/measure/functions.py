@@ -16,6 +16,7 @@ from ..store.origin import last_layer, place_given
 from .arguments import (
     PATH,
     Against,
+    Also,
     Data,
     Device,
     HomeLike,
@@ -138,6 +139,7 @@ def read(
     why: Why = None,
     against: Against = None,
     steps: Steps = 1,
+    also: Also = (),
     layer: Layer = None,
     site: Site = None,
     module: Module = None,
@@ -162,41 +164,47 @@ def read(
         by `difference`, the largest code `here` less the largest `there`, in the other text. With `why` its `value`,
         log p(why) [- log p(against)] after the token at `position`; how much is `attributed` to latents, error and the
         rest; and its change without each of `latents` and other parts (`removed`), `predicted` and `measured`. All
-        latents then have an `attribution`, and `attributions` at their positions.
+        latents then have an `attribution`, and `attributions` at their positions. `also`: the same of each further SAE;
+        `removed` then has `jointly`, the change without the `latents` of all.
     """
     from ..base.devices import device_named
     from ..model.language_model import LanguageModel
     from ..model.saes import open_sae
     from ..splice.placement import model_of, placement
-    from .attribution import Metric, demand_asked
+    from .attribution import Metric, Question, demand_asked
     from .latents import latents_given
-    from .read import Known, Reader, reading_document
+    from .read import Known, Reader, placed_beside, reading_document
 
     texts = {"the text": text} | ({} if compare is None else {"--compare": compare})
     for name, words in texts.items():
         demand_text(name, words)
     if isinstance(latents, str) and latents != "listed":
         raise unknown_choice("latents", latents, ["listed"])
-    demand_asked(why, against, compare)
+    demand_asked(why, against, compare, also)
     listener, at = listening(progress), Home.at(home)
     opened = open_sae(at, sae, listener)
     sae_at = placement(opened, *place_given(layer, site, module), "reading a prompt by")
     described: list[int] | Literal["listed"] | None = "listed"
     if not isinstance(latents, str):
         described = latents_given(latents, sae_at.sae.d_sae, sae_at.name)
-    known = Known.of(at, opened, device)
-    source = model_of([sae_at], model, listener, tokenizer=tokenizer)
+    others = [open_sae(at, each, listener) for each in also]
+    beside = placed_beside(sae_at, others)
+    knowns = [Known.of(at, each, device) for each in (opened, *others)]
+    source = model_of([sae_at, *beside], model, listener, tokenizer=tokenizer)
     asked = why is not None
     last = None if asked else last_layer(sae_at.reads)
     loaded = LanguageModel(source, device_named(device), head=asked, last=last)
     reader = Reader(sae_at, loaded)
     readings = [reader.read(words, name, listener) for name, words in texts.items()]
-    attribution = None
+    answers = []
     if why is not None:
-        metric = Metric.of(loaded, why, against)
+        question = Question(Metric.of(loaded, why, against), steps, top)
         chosen = None if described == "listed" else described
-        attribution = reader.attribution(readings[0], metric, steps, chosen, top, listener)
-    return reading_document(sae_at, source.name, readings, described, top, known, attribution)
+        answers = [reader.answer(readings[0], knowns[0], question, chosen, listener)]
+        if others:
+            several = [*zip(beside, knowns[1:], strict=True)]
+            answers = reader.answers_with(answers[0], several, text, question, listener)
+    return reading_document(sae_at, source.name, readings, described, top, knowns[0], answers)
 
 
 @checked

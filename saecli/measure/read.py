@@ -8,16 +8,16 @@ Shapes: T tokens of a text, n of them with codes, D = d_in, F = d_sae.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from scipy.sparse import csc_array, csr_array, vstack
 
-from ..base.console import Listener
+from ..base.console import Listener, Silent
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
@@ -30,10 +30,16 @@ from ..sae.formats import SavedSAE
 from ..sae.library import Subject
 from ..sae.metrics import Firing
 from ..splice.passes import CleanPass, Passes
-from ..splice.placement import Placement
+from ..splice.placement import Placement, check_distinct, placement
 from ..store.values import TextWindow
 from .arguments import Messages
-from .attribution import Attribution, Metric, SplicedText
+from .attribution import (
+    Attribution,
+    Question,
+    Removal,
+    SplicedText,
+    value_without,
+)
 from .labels import shown_labels
 from .measured import at_tokens, codes_of, own_codes
 from .verdicts import shown_verdicts
@@ -136,30 +142,57 @@ class Reader:
         begin = len(tokens) - len(cut[-1].tokens)
         return Reading(tokens, texts, further, self._codes(cut, ~tokens["special"]), begin)
 
-    def attribution(
+    def answer(
         self,
         reading: Reading,
-        metric: Metric,
-        steps: int,
+        known: "Known",
+        question: Question,
         chosen: list[int] | None,
-        top: int,
         listener: Listener,
-    ) -> Attribution:
-        """After the last token with codes; the chosen latents are removed, or the `top` strongest."""
+    ) -> "Answer":
+        """After the last token with codes; the chosen latents are removed, or the strongest."""
+        window, clean = self._asked(reading)
+        is_row, metric = reading.in_last_window, question.metric
+        text = SplicedText(clean, self.sae, reading.by_token[is_row], metric, question.steps)
+        by_token = at_tokens(csr_array(text.attributions().cpu().numpy()), is_row).tocsc()
+        strongest = _ordered(abs(by_token.sum(axis=0)), chosen, question.top)
+        removals = text.removals(strongest, listener)
+        asked, position = metric.texts(self._texts), reading.begin + window.length - 1
+        attribution = Attribution(asked, position, text.value, question.steps, by_token, removals)
+        return Answer(self._at, known, reading, attribution)
+
+    def answers_with(
+        self,
+        first: "Answer",
+        others: "Sequence[tuple[Placement, Known]]",
+        text: str | Messages,
+        question: Question,
+        listener: Listener,
+    ) -> "list[Answer]":
+        """This SAE's answer and those of others; the first knows what removal of all their latents does."""
+        answers = [first]
+        for sae_at, known in others:
+            reader = Reader(sae_at, self._model)
+            reading = reader.read(text, "the text", Silent(warns=False))
+            answers.append(reader.answer(reading, known, question, None, listener))
+        window, clean = self._asked(first.reading)
+        is_row = torch.from_numpy(window.is_row)[None]
+        chosen = [(answer.sae_at, answer.attribution.removed) for answer in answers]
+        value = value_without(chosen, clean, is_row, question.metric)
+        together = [answer.attribution.removals["together"]["predicted"] for answer in answers]
+        jointly = Removal(predicted=sum(together), measured=value - first.attribution.value)
+        return [first.with_removal("jointly", jointly), *answers[1:]]
+
+    def _asked(self, reading: Reading) -> tuple[TextWindow, CleanPass]:
+        """The last window, to its last token with codes."""
         is_row = reading.in_last_window
         if not is_row.any():
             raise ConfigError(
                 "--why needs a token with codes, got a text of special tokens and its first; give a longer one"
             )
-        position = int(np.flatnonzero(is_row)[-1])
-        of_window = slice(reading.begin, position + 1)
+        of_window = slice(reading.begin, int(np.flatnonzero(is_row)[-1]) + 1)
         window = TextWindow(reading.tokens["token_id"][of_window], is_row[of_window])
-        clean = CleanPass(Passes(self._model), [window], self._at.reads, self._at.writes)
-        text = SplicedText(clean, self.sae, reading.by_token[is_row], metric, steps)
-        by_token = at_tokens(csr_array(text.attributions().cpu().numpy()), is_row).tocsc()
-        removals = text.removals(_ordered(abs(by_token.sum(axis=0)), chosen, top), listener)
-        asked = metric.texts(self._texts)
-        return Attribution(asked, position, text.value, steps, by_token, removals)
+        return window, CleanPass(Passes(self._model), [window], self._at.reads, self._at.writes)
 
     def _codes(self, windows: Sequence[Window], read: np.ndarray) -> csr_array:
         """(T, F), of the tokens that are `read`, (T,)."""
@@ -213,6 +246,55 @@ class Known:
         }
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Of one SAE, to a `Question` about a text."""
+
+    sae_at: Placement
+    known: Known
+    reading: Reading
+    attribution: Attribution
+
+    def with_removal(self, name: str, removal: Removal) -> Self:
+        removals = self.attribution.removals | {name: removal}
+        return replace(self, attribution=replace(self.attribution, removals=removals))
+
+    @property
+    def heading(self) -> dict[str, Any]:
+        return heading(self.sae_at) | {"store_rows": self.known.rows}
+
+    def latent(self, latent: int) -> dict[str, Any]:
+        values = self.known.latent(latent) | self.reading.latent(latent)
+        return values | self.attribution.latent(latent, values["positions"])
+
+    def to_json(self) -> dict[str, Any]:
+        removals = self.attribution.removals
+        latents = [self.latent(key) | {**removals[key]} for key in self.attribution.removed]
+        return self.attribution.to_json() | {"latents": latents}
+
+
+def placed_beside(sae_at: Placement, others: Sequence[tuple[Subject, SavedSAE]]) -> list[Placement]:
+    """The placements of further SAEs that are asked about the same windows."""
+    beside = [
+        replace(placement(opened, None, None, "--also with"), prepend_bos=sae_at.prepend_bos)
+        for opened in others
+    ]
+    several = [sae_at, *beside]
+    for each in several if beside else []:
+        if each.sae.widths:
+            raise ConfigError(
+                f"cannot use --also with {each.name}, a crosscoder: its codes need the activations at all "
+                "its hook points before the first is replaced; read it alone"
+            )
+    check_distinct(several)
+    return beside
+
+
+def heading(sae_at: Placement) -> dict[str, Any]:
+    points = [point.to_json() for point in sae_at.reads]
+    return {"run": sae_at.name, **({"inputs": points} if len(points) > 1 else points[0])}
+
+
 def reading_document(
     sae_at: Placement,
     model: str,
@@ -220,18 +302,13 @@ def reading_document(
     described: list[int] | Literal["listed"] | None,
     top: int,
     known: Known,
-    attribution: Attribution | None = None,
+    answers: Sequence[Answer] = (),
 ) -> dict[str, Any]:
+    """`answers` are of this SAE, and of others."""
     lines = [reading.lines(top) for reading in readings]
     if described == "listed":
         listed = [of_token["latent"] for line in chain(*lines) for of_token in line["latents"]]
         described = sorted(set(listed))
-
-    def in_text(latent: int) -> dict[str, Any]:
-        values = known.latent(latent) | here.latent(latent)
-        if attribution is None:
-            return values
-        return values | attribution.latent(latent, values["positions"])
 
     here, compare, why = readings[0], None, None
     for there in readings[1:]:
@@ -240,21 +317,22 @@ def reading_document(
             known.latent(latent) | here.difference(there, latent) for latent in differing
         ]
         compare = {"tokens": lines[1], "latents": differences}
-    if attribution is not None:
-        for line, value in zip(lines[0], attribution.by_token.sum(axis=1).tolist(), strict=True):
-            line["attribution"] = value
-        removals = attribution.removals.items()
-        removed = [in_text(key) | {**each} for key, each in removals if isinstance(key, int)]
-        why = attribution.to_json() | {"latents": removed}
     strongest = _ordered(abs(here.largest), described, top)
-    points = [point.to_json() for point in sae_at.reads]
+    latents = [known.latent(latent) | here.latent(latent) for latent in strongest]
+    if answers:
+        first = answers[0]
+        latents = [first.latent(latent) for latent in strongest]
+        of_tokens = first.attribution.by_token.sum(axis=1).tolist()
+        for line, value in zip(lines[0], of_tokens, strict=True):
+            line["attribution"] = value
+        also = [answer.heading | answer.to_json() for answer in answers[1:]]
+        why = first.to_json() | {"also": also}
     return {
-        "run": sae_at.name,
+        **heading(sae_at),
         "model": model,
-        **({"inputs": points} if len(points) > 1 else points[0]),
         "store_rows": known.rows,
         "tokens": lines[0],
-        "latents": [in_text(latent) for latent in strongest],
+        "latents": latents,
         "compare": compare,
         "why": why,
     }

@@ -58,14 +58,17 @@ def _cells(latent: JsonObject) -> list[Any]:
 
 
 def _heading(document: JsonObject) -> Text:
-    points = document.get("inputs", [document])
-    places = " and ".join(point_words(point["layer"], point["site"]) for point in points)
     special = sum(token["special"] for token in document["tokens"])
     words = (
-        f"{document['run']} in {document['model']}, {places}: "
+        f"{document['run']} in {document['model']}, {_places(document)}: "
         f"{counted(len(document['tokens']), 'token')}, {special:,} without codes (special, or the first)"
     )
     return Text(words, style="bold")
+
+
+def _places(document: JsonObject) -> str:
+    points = document.get("inputs", [document])
+    return " and ".join(point_words(point["layer"], point["site"]) for point in points)
 
 
 def _token_line(position: int, token: JsonObject) -> Text:
@@ -111,40 +114,62 @@ def coloured(document: JsonObject) -> list[RenderableType]:
 
 
 def why_tables(document: JsonObject) -> list[RenderableType]:
-    """The text coloured by attribution to all latents; then each removal, predicted and measured."""
+    """The text coloured by attribution to all latents; then each removal, predicted and measured, of each SAE."""
     why, tokens = document["why"], document["tokens"]
     values = {at: token["attribution"] for at, token in enumerate(tokens) if token["attribution"]}
     largest = max((abs(value) for value in values.values()), default=1.0)
-    lines = []
-    for latent in why["latents"]:
-        name = labelled(latent["latent"], latent["label"])
-        frequency = _percent(latent["frequency"], document["store_rows"])
-        verdict = verdict_words(latent["verdict"])
-        changes = [latent["predicted"], latent["measured"]]
-        lines.append([name, *changes, _most_at(latent, tokens), frequency, verdict])
-    names = {"together": f"these {len(lines)} together", "all": "all latents"}
-    for name, part in why["removed"].items():
-        changes = [part["predicted"], part["measured"]]
-        lines.append([names.get(name, "reconstruction error"), *changes, "-", "-", UNTRIED])
-    title = f"its change without a latent: predicted ({counted(why['steps'], 'step')}), and measured by removal"
-    heads = ["removed", "predicted", "measured", "most at", "in the store", VERDICT]
-    return [
+    shown: list[RenderableType] = [
         _heading(document),
-        Text(_attributed(why, tokens)),
+        Text(f"{_asked(why, tokens)}{_attributed(why)}"),
         Text("\nattributed to all latents, by token:"),
         ColouredText(tokens, values, largest),
         "",
-        table(title, *unless_untried(heads, lines)),
+        _removals(document | why, tokens),
     ]
+    for other in why["also"]:
+        by = Text(f"{other['run']}, {_places(other)}: {_attributed(other)}", style="bold")
+        shown += ["", by, _removals(other, tokens)]
+    if why["also"]:
+        jointly = why["removed"]["jointly"]
+        changes = (
+            f"predicted {number(jointly['predicted'])}, measured {number(jointly['measured'])}"
+        )
+        shown += ["", Text(f"without the latents of all these tables at once: {changes}")]
+    return shown
 
 
-def _attributed(why: JsonObject, tokens: Sequence[JsonObject]) -> str:
+def _removals(answer: JsonObject, tokens: Sequence[JsonObject]) -> RenderableType:
+    lines = []
+    for latent in answer["latents"]:
+        name = labelled(latent["latent"], latent["label"])
+        frequency = _percent(latent["frequency"], answer["store_rows"])
+        verdict = verdict_words(latent["verdict"])
+        changes = [latent["predicted"], latent["measured"]]
+        lines.append([name, *changes, _most_at(latent, tokens), frequency, verdict])
+    names = {
+        "together": f"these {len(lines)} together",
+        "all": "all latents",
+        "error": "reconstruction error",
+    }
+    for name, words in names.items():
+        part = answer["removed"][name]
+        lines.append([words, part["predicted"], part["measured"], "-", "-", UNTRIED])
+    steps = counted(answer["steps"], "step")
+    title = f"its change without a latent: predicted ({steps}), and measured by removal"
+    heads = ["removed", "predicted", "measured", "most at", "in the store", VERDICT]
+    return table(title, *unless_untried(heads, lines))
+
+
+def _asked(why: JsonObject, tokens: Sequence[JsonObject]) -> str:
     asked = f"log p({_alone(why['token'])})"
     if why["against"] is not None:
         asked += f" - log p({_alone(why['against'])})"
-    parts = why["attributed"]
+    return f"{asked} after {_alone(tokens[why['position']]['text'])} is {number(why['value'])}: "
+
+
+def _attributed(answer: JsonObject) -> str:
+    parts = answer["attributed"]
     return (
-        f"{asked} after {_alone(tokens[why['position']]['text'])} is {number(why['value'])}: "
         f"{number(parts['latents'])} attributed to latents, {number(parts['error'])} to the reconstruction error, "
         f"{number(parts['rest'])} to the rest: bias, special tokens, curvature"
     )

@@ -153,6 +153,61 @@ def test_removals_are_those_of_spliced_codes_set_to_zero(place: dict[str, Any]):
 
 
 @torch.no_grad()
+def test_latents_of_several_saes_are_removed_at_once_as_by_spliced():
+    """One reads what another writes, and a third is a transcoder between them."""
+    saes = {}
+    for name, place in (
+        ("late", {"layer": 2, "site": "resid_post"}),
+        ("mlp", MLP | {"layer": 2, "target_layer": 2}),
+        ("early", PLACE),
+    ):
+        saes[name] = steerable(TopK(k=6), d_in=128)
+        saes[name].metadata = {"model": TINY_GEMMA2, **place}
+    late, *others = saes.values()
+    asked: dict[str, Any] = {"why": " in", "top": 3}
+    why = saecli.read(late, PROMPT, also=others, **asked)["why"]
+    answers = [why, *why["also"]]
+    for answer, sae in zip(answers, saes.values(), strict=True):
+        document = saecli.read(sae, PROMPT, **asked)
+        alone = document["why"]
+        assert [answer["latents"], answer["attributed"]] == [alone["latents"], alone["attributed"]]
+        assert answer["removed"].items() >= alone["removed"].items()
+    assert [other["site"] for other in why["also"]] == ["mlp_in", "resid_post"]
+    chosen = [[latent["latent"] for latent in answer["latents"]] for answer in answers]
+    model = AutoModelForCausalLM.from_pretrained(
+        BUNDLED[TINY_GEMMA2], attn_implementation="eager", dtype=torch.float32
+    )
+
+    def without(latents: list[int]) -> Any:
+        def change(z: Tensor) -> Tensor:
+            z[..., latents] = 0
+            return z
+
+        return change
+
+    changes = {name: without(latents) for name, latents in zip(saes, chosen, strict=True)}
+    with saecli.spliced(model, saes, change=changes):
+        logits = model(torch.tensor([ids_of(BUNDLED[TINY_GEMMA2], PROMPT)])).logits
+    (token,) = ids_of(BUNDLED[TINY_GEMMA2], " in", special=False)
+    jointly = why["removed"]["jointly"]
+    expected = float(log_odds(logits, token, None)) - why["value"]
+    assert jointly["measured"] == pytest.approx(expected, abs=1e-3)
+    together = [answer["removed"]["together"] for answer in answers]
+    assert abs(jointly["measured"] - sum(each["measured"] for each in together)) > 0.01
+    assert jointly["predicted"] == pytest.approx(sum(each["predicted"] for each in together))
+
+
+def test_several_saes_are_asked_about_the_first_ones_windows(tmp_path: Path):
+    folder = save_model(tmp_path / "gpt2", "gpt2", bos=False)
+    late, early = steerable(Relu()), steerable(Relu())
+    late.metadata = {"model": str(folder), **PLACE, "prepend_bos": False}
+    early.metadata = {"model": str(folder), "layer": 0, "site": "resid_post"}
+    why = saecli.read(late, TEXT, why="d", also=[early])["why"]
+    assert why["also"][0]["position"] == why["position"] == 5
+    assert why["also"][0]["value"] == pytest.approx(why["value"], abs=1e-5)
+
+
+@torch.no_grad()
 def test_a_crosscoders_latents_are_removed_at_all_its_hook_points(folder: Path):
     layers = (2, 0)
     cross = crosscoder_of([{"layer": layer, "site": "mlp_out"} for layer in layers])
@@ -211,6 +266,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_saes_that_cannot_be_asked_together_are_refused(folder: Path):
+    sae = steerable()
+    sae.metadata = {"model": str(folder), **PLACE}
+    cross = crosscoder_of([{"layer": layer, "site": "mlp_out"} for layer in (2, 0)])
+    cross.metadata = {**cross.metadata, "model": str(folder)}
+    for also, sentence in (
+        ([sae], "both replace layer 1, resid_post: expected one SAE there"),
+        ([cross], "cannot use --also with .*, a crosscoder"),
+    ):
+        with pytest.raises(saecli.SaeError, match=sentence):
+            saecli.read(sae, TEXT, why="d", also=also)
+    with pytest.raises(saecli.SaeError, match="--also does nothing without --why"):
+        saecli.read(sae, TEXT, also=[sae])
+
+
 @pytest.mark.parametrize(("asked", "sentence"), REFUSED)
 def test_what_cannot_be_asked_is_refused(asked: dict[str, Any], sentence: str):
     sae = steerable(d_in=128)
@@ -250,4 +320,12 @@ def test_the_terminal_and_the_page_show_attributions_beside_removals(sae, tmp_pa
         )
     text = page.read_text(encoding="utf-8")
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    make_run(sae.home, "later", steerable(Relu(), d_in=128), origin=origin | {"layer": 2})
+    both = sae(*words, "--also", "later", "--json").json["why"]
+    shown = " ".join(sae(*words, "--also", "later").succeeds().out.split())
+    assert (
+        f"later, layer 2, resid_post: {both['also'][0]['attributed']['latents']:.4g} attr" in shown
+    )
+    joint = both["removed"]["jointly"]
+    assert f"predicted {joint['predicted']:.4g}, measured {joint['measured']:.4g}" in shown
     assert data["why"] == why and all("attributions" in latent for latent in data["latents"])

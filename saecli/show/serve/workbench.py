@@ -13,7 +13,7 @@ from ...base.devices import device_named
 from ...base.errors import ConfigError, StoreError
 from ...base.home import Home
 from ...extract.texts import Chats
-from ...measure.attribution import Metric, demand_asked
+from ...measure.attribution import Metric, Question, demand_asked
 from ...measure.continuing import Continuation, likeliest
 from ...measure.kept_codes import KeptCodes
 from ...measure.labels import LABELS, Label, add_labels, remove_labels, shown_labels, shown_scores
@@ -95,20 +95,20 @@ class ServedSAE:
         if asked.compare is not None:
             texts["the text to compare"] = asked.compare
         readings = [self._reader.read(text, name, notes) for name, text in texts.items()]
-        attribution = None
+        known = replace(self._known, labels=self._labels)
+        answers = []
         if asked.why is not None:
             metric = Metric.of(self._model, asked.why, asked.against)
-            attribution = self._reader.attribution(
-                readings[0], metric, asked.steps, None, asked.top, notes
-            )
+            question = Question(metric, asked.steps, asked.top)
+            answers.append(self._reader.answer(readings[0], known, question, None, notes))
         document = reading_document(
             self._at,
             without_folders(self._model.source.name),
             readings,
             "listed",
             asked.top,
-            replace(self._known, labels=self._labels),
-            attribution,
+            known,
+            answers,
         )
         return document | {"notes": notes.said}
 

@@ -146,28 +146,40 @@ function reading(data, actions = () => null, onChoose = () => {}) {
     return card(texts.length > 1 ? NAMES[text.which] : "Text", words);
   }
 
-  const figure = (value) => h("td", { class: "figure" }, number(+value.toPrecision(4)));
+  const figures = (value) => number(+value.toPrecision(4));
+  const figure = (value) => h("td", { class: "figure" }, figures(value));
+  const placesOf = (one) => (one.inputs ?? [one]).map(({ layer, site }) => `layer ${layer}, ${site}`).join(" and ");
+
+  const attributed = ({ attributed: { latents: by, error, rest } }) => `${figures(by)} attributed to latents, `
+    + `${figures(error)} to the reconstruction error, ${figures(rest)} to the rest: bias, special tokens, curvature.`;
+
+  // What one SAE's latents do to it when removed; `name` makes the cell of a latent.
+  function removals(answer, name) {
+    const rows = answer.latents.map(({ latent, label, predicted, measured, positions, attributions }) => {
+      const sizes = attributions.map(Math.abs), most = positions[sizes.indexOf(Math.max(...sizes))];
+      const shades = answer === why ? { class: "open", "data-latent": latent, onclick: () => choose(latent) } : {};
+      return h("tr", shades,
+      h("td", { class: "figure" }, name(latent), label ? h("span", {}, ` ${label}`) : null), figure(predicted),
+      figure(measured), h("td", {}, most == null ? "–" : chip(data.tokens[most].text)));
+    });
+    const parts = [[`these ${rows.length} together`, "together"], ["all latents", "all"], ["reconstruction error", "error"]];
+    rows.push(...parts.map(([words, part]) => h("tr", {}, h("td", { class: "figure" }, words),
+      figure(answer.removed[part].predicted), figure(answer.removed[part].measured), h("td", {}, "–"))));
+    return h("table", {}, h("thead", {}, h("tr", {}, ["removed", "predicted change", "measured change", "most at"].map((head) =>
+      h("th", { scope: "col" }, head)))), h("tbody", {}, rows));
+  }
 
   function whyTable() {
-    const name = (word) => `log p(${alone(word)})`, { latents: by, error, rest } = why.attributed;
+    const name = (word) => `log p(${alone(word)})`;
     const asked = why.against == null ? name(why.token) : `${name(why.token)} − ${name(why.against)}`;
-    const words = [why.value, by, error, rest].map((value) => number(+value.toPrecision(4)));
-    const rows = why.latents.map(({ latent, label, predicted, measured, positions, attributions }) => {
-      const sizes = attributions.map(Math.abs), most = positions[sizes.indexOf(Math.max(...sizes))];
-      return h("tr", { class: "open", "data-latent": latent, onclick: () => choose(latent) },
-        h("td", { class: "figure" }, pick(latent), label ? h("span", {}, ` ${label}`) : null), figure(predicted),
-        figure(measured), h("td", {}, most == null ? "–" : chip(data.tokens[most].text)));
-    });
-    const parts = [[`these ${rows.length} together`, why.removed.together], ["all latents", why.removed.all],
-      ["reconstruction error", why.removed.error]];
-    rows.push(...parts.map(([part, { predicted, measured }]) => h("tr", {}, h("td", { class: "figure" }, part),
-      figure(predicted), figure(measured), h("td", {}, "–"))));
     const title = `Why ${alone(why.token)}${why.against == null ? "" : `, not ${alone(why.against)}`}`;
+    const { jointly } = why.removed;
     return h("section", { class: "card latents listed" }, h("h2", {}, title), h("p", {},
-      `${asked} after ${alone(data.tokens[why.position].text)} is ${words[0]}: ${words[1]} attributed to latents, `
-      + `${words[2]} to the reconstruction error, ${words[3]} to the rest: bias, special tokens, curvature.`), h("table", {},
-      h("thead", {}, h("tr", {}, ["removed", "predicted change", "measured change", "most at"].map((head) => h("th",
-        { scope: "col" }, head)))), h("tbody", {}, rows)));
+      `${asked} after ${alone(data.tokens[why.position].text)} is ${figures(why.value)}: ${attributed(why)}`),
+    removals(why, pick), why.also.flatMap((other) => [h("h3", {}, `${other.run}, ${placesOf(other)}`),
+      h("p", {}, attributed(other)), removals(other, (latent) => `${latent}`)]),
+    jointly ? h("p", {}, `Without the latents of all these tables at once: predicted ${figures(jointly.predicted)}, `
+      + `measured ${figures(jointly.measured)}.`) : null);
   }
 
   function listed() {
@@ -191,9 +203,8 @@ function reading(data, actions = () => null, onChoose = () => {}) {
   const caption = h("span", { role: "status" }), scale = h("span", { class: "spring" });
   const reset = h("button", { type: "button", onclick: () => choose(null) }, "by the strongest");
   const swap = h("button", { type: "button", hidden: !why, onclick: () => { byCode = !byCode; shade(); } });
-  const places = (data.inputs ?? [data]).map(({ layer, site }) => `layer ${layer}, ${site}`).join(" and ");
   const counts = texts.map(({ tokens }) => `${number(tokens.length)} tokens`).join(" and ");
-  const heading = h("p", { class: "muted" }, [data.model, places, counts].map((word) => h("bdi", { class: "part" }, word)));
+  const heading = h("p", { class: "muted" }, [data.model, placesOf(data), counts].map((word) => h("bdi", { class: "part" }, word)));
   const keys = h("p", { class: "muted" }, "Keys: ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"), " go through tokens, with ",
     h("kbd", {}, "Shift"), " they mark some, ",
     h("kbd", {}, "Tab"), " to a token's latents, ", h("kbd", {}, "Esc"), " goes back to the strongest.");
