@@ -192,3 +192,21 @@ paper_rows() {
 paper_l1() {
     echo "--sparsity l1-codes --sparsity-weight $(per "$1" "$d_in") --sparsity-warm-up 0"
 }
+
+# at GROUP VALUE FRACTION K, relu_at GROUP VALUE FRACTION: train each way on that fraction of the rows, with TopK or relu.
+at() {
+    train "$1" topk sgd "$2" "--act abs-topk --k $4 $(paper_sgd "$3")"
+    train "$1" topk paper "$2" "--act abs-topk --k $4 $(paper_pam "$3")"
+    tools "$1" topk "$2" "$3" "--act topk --k $4"
+}
+relu_at() {
+    train "$1" relu sgd "$2" "--act relu $(paper_sgd "$3") $(paper_l1 0.01)"
+    train "$1" relu paper "$2" "--act relu $(paper_pam "$3") $(paper_l1 0.00001)"
+    tools "$1" relu "$2" "$3" "--act relu"
+}
+tools() {
+    local some
+    some="$settings --fraction $(per "$share" "$4")"
+    train "$1" "$2" default "$3" "$5 $some"
+    train "$1" "$2" fair "$3" "$5 $some --solver sgd"
+}

@@ -123,6 +123,15 @@ def by_rows(runs: Sequence[Run], key: str = "test_fvu") -> Errors:
     return errors([*some, *(run for run in base if run.rows not in known)], key)
 
 
+def by_k(runs: list[Run], k: int) -> dict[str, Errors]:
+    """The sweep of K by way, what it varies from included."""
+    return {
+        way: errors(with_base(select(runs, act="topk", way=way), "k", k))
+        for way in WAYS
+        if select(runs, act="topk", way=way)
+    }
+
+
 def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:
     """Write the measures of runs as `NAME.csv` and `NAME.json`, one line per run."""
     lines = [

@@ -1,16 +1,16 @@
 """Every claim of the paper with its verdict: REPORT.md, from the folders that the sections wrote.
 
-    python examples/report.py results/mnist results/gemma results/paper_settings results/convergence [--out DIR]
+    python examples/report.py results/mnist results/gemma [--out DIR]
 
-Copies the figures behind claims, made smaller, to `figures/` next to the report, and writes the number of verdicts of
-each section into the README there, between its markers. Of images and the language model together it draws
-`figures/rows.png`: test error against training rows.
+Replaces these sections of the report and leaves its others. Copies the figures behind claims, made smaller, to
+`figures/` next to the report, and writes the number of verdicts of each section into the README there, between its
+markers. Of images and the language model together it draws `figures/rows.png`: test error against training rows.
 """
 
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,14 @@ verdict is about the experiment above it, at its sizes.
 """
 ROWS = {"Images": "MNIST, TopK", "Language model": "Gemma 3 270M, layer 12, TopK"}  # in `rows.png`
 VERDICTS = {"holds": "holds", "holds when": "holds in part", "does not hold": "does not hold"}
-
+ORDER = (
+    "Images",
+    "Language model",
+    "The paper's width",
+    "The paper's settings",
+    "Convergence",
+    "Geometry",
+)
 
 Section = dict[str, Any]  # as of `write_claims` in measured.py
 
@@ -70,17 +77,20 @@ def shrunk(figure: Path, to: Path) -> None:
         image.convert("RGB").quantize(HUES, dither=Image.Dither.NONE).save(to, optimize=True)
 
 
-def kind(verdict: str) -> str:
-    """The verdict without its conditions: a key of `VERDICTS`."""
-    return verdict.split(":")[0]
+def written(report: str) -> dict[str, str]:
+    """The sections of a report, by their titles."""
+    sections = re.split(r"^(?=## )", report, flags=re.MULTILINE)[1:]
+    return {text.partition("\n")[0].removeprefix("## "): text for text in sections}
 
 
-def verdicts(sections: Sequence[Section]) -> str:
+def verdicts(sections: Mapping[str, str]) -> str:
     """The number of verdicts of each kind, by section."""
     lines = [f"| | {' | '.join(VERDICTS.values())} |", "|---" * (1 + len(VERDICTS)) + "|"]
-    for found in sections:
-        kinds = [kind(claim["verdict"]) for claim in found["claims"]]
-        name = found["section"]
+    for name, text in sections.items():
+        kinds = [
+            verdict.split(":")[0]
+            for verdict in re.findall(r"^\|.*?\| \*\*(.*?)\*\* \|", text, re.M)
+        ]
         anchor = name.lower().replace(" ", "-").replace("'", "")
         counts = " | ".join(str(kinds.count(one)) for one in VERDICTS)
         lines.append(f"| [{name}](REPORT.md#{anchor}) | {counts} |")
@@ -109,19 +119,20 @@ def main() -> None:
     by_name = dict(zip((found["section"] for found in sections), given.results, strict=True))
     if {*ROWS} <= by_name.keys():
         by_solver(given.out / "figures" / "rows.png", {ROWS[name]: by_name[name] for name in ROWS})
-    parts = [
-        section(found, folder, given.out / "figures")
-        for found, folder in zip(sections, given.results, strict=True)
-    ]
-    (given.out / "REPORT.md").write_text("\n".join([HEAD, *parts]), encoding="utf-8")
+    report = given.out / "REPORT.md"
+    parts = written(report.read_text(encoding="utf-8")) if report.exists() else {}
+    for found, folder in zip(sections, given.results, strict=True):
+        parts[found["section"]] = section(found, folder, given.out / "figures")
+    ordered = {name: parts[name].rstrip() + "\n" for name in ORDER if name in parts}
+    report.write_text("\n".join([HEAD, *ordered.values()]), encoding="utf-8")
     readme = given.out / "README.md"
     if readme.exists():
         text = readme.read_text(encoding="utf-8")
-        block = f"{BEGIN}\n{verdicts(sections)}\n{END}"
+        block = f"{BEGIN}\n{verdicts(ordered)}\n{END}"
         readme.write_text(
             re.sub(f"{BEGIN}.*{END}", lambda _: block, text, flags=re.DOTALL), encoding="utf-8"
         )
-    print(f"wrote {given.out / 'REPORT.md'}")
+    print(f"wrote {report}")
 
 
 if __name__ == "__main__":

@@ -127,20 +127,25 @@ RACES = (
 
 
 def efficiency_claims(
-    by_size: Mapping[str, Mapping[str, Errors]], titles: Mapping[str, str], where: str
+    found: Mapping[str, Mapping[str, Errors]],
+    titles: Mapping[str, str],
+    where: str,
+    races: Sequence[Race] = RACES,
+    form: str = ROWS,
+    figure: str = "sizes.png",
 ) -> list[Claim]:
-    """Claims on the error by training rows, from errors by activation and way."""
+    """Claims on errors by activation and way, by training rows or by what `form` says."""
     claims = []
-    for race in RACES:
+    for race in races:
         for act, title in titles.items():
-            over = ratios(by_size[act][race.ours], by_size[act][race.theirs], ROWS)
+            over = ratios(found[act][race.ours], found[act][race.theirs], form)
             if over:
                 claims.append(
                     Claim(
                         f"{where}, {title}: {race.statement}",
                         verdict(over),
                         f"{race.evidence}: {listed(over)}",
-                        "sizes.png",
+                        figure,
                     )
                 )
     return claims

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from homes import CommandLine, make_store, some_rows
 from launching import HERE, captured
+from PIL import Image
 from sklearn.datasets import load_digits
 from solver_problems import sparse_mixture
 
@@ -28,15 +29,18 @@ SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {
     "mnist": {"curves", "sizes", "frontier", "ablations", "reconstructions", "filters", "patterns"},
     "gemma": {"curves", "sizes", "ablations", "k_and_density", "frontier"},
+    "wide": {"curves", "widths"},
     "paper_settings": {"peaks", "small_k", "gap"},
     "convergence": {"descent"},
     "partitions": {"bridge", "voronoi_to_power", "orders", "lift", "kth_order_or_not"},
 }
-TABLES = {"mnist": "runs", "gemma": "runs", "paper_settings": "runs", "convergence": "descent"}
+TABLES = dict.fromkeys(("mnist", "gemma", "wide", "paper_settings"), "runs")
+TABLES["convergence"] = "descent"
 # What theory or arithmetic settles, whatever the machine: the rest is measured, and may come out either way.
 SETTLED = {
     "paper_settings": ["The peak at 45% of the rows is where", "The peak vanishes with a ridge"],
     "convergence": ["PAM with exact subproblems", "Its steps are square-summable"],
+    "wide": ["The cells of a TopK SAE are"],
     "partitions": ["The cells of a TopK SAE are"],
 }
 
@@ -72,7 +76,10 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
     assert all((tmp_path / path).exists() for path in re.findall(r"\]\(([^)]*)\)", written))
 
 
-@pytest.mark.parametrize("section", ["mnist", pytest.param("gemma", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "section",
+    ["mnist", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "wide"))],
+)
 def test_the_first_training_is_drawn(section: str, tmp_path: Path):
     done = script(section, "--quick", "--first", "1", "--out", "results", home=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -194,7 +201,8 @@ def test_help_names_the_options_of_each_section(tmp_path: Path):
     for section in SECTIONS:
         done = script(section, "--help", home=tmp_path)
         assert (done.returncode, "--data FILE" in done.stdout) == (0, section == "mnist"), section
-        assert ("--model MODEL" in done.stdout) == (section in ("gemma", "paper_settings")), section
+        takes_model = section in ("gemma", "wide", "paper_settings")
+        assert ("--model MODEL" in done.stdout) == takes_model, section
         assert f"[results/{section}]" in done.stdout
 
 
@@ -210,6 +218,35 @@ def test_the_readme_counts_the_reports_verdicts():
     rows = re.findall(r"^\| \[(.*?)\].*? \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert {name: [*map(int, numbers)] for name, *numbers in rows} == counts
     assert sum(map(sum, counts.values())) > 20
+
+
+@pytest.mark.slow
+def test_a_report_has_new_sections_in_order_and_keeps_its_others(tmp_path: Path):
+    def section(folder: str, name: str, verdict: str) -> None:
+        claim = {"statement": "S", "verdict": verdict, "evidence": "E", "figure": "drawn.png"}
+        document = {"section": name, "command": "run.sh", "claims": [claim], "also": []}
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "claims.json").write_text(json.dumps(document))
+        Image.new("RGB", (4, 4)).save(tmp_path / folder / "drawn.png")
+
+    def reported(*folders: str) -> tuple[list[str], str]:
+        captured([sys.executable, EXAMPLES / "report.py", *folders], cwd=tmp_path, check=True)
+        text = (tmp_path / "REPORT.md").read_text()
+        verdicts = re.findall(r"^## (.*)|\*\*(.*)\*\*", text, re.MULTILINE)
+        counts = (tmp_path / "README.md").read_text()
+        return ["".join(each) for each in verdicts], counts.split("<!-- results -->")[1]
+
+    (tmp_path / "README.md").write_text("<!-- results -->\n<!-- end -->\n")
+    section("late", "Geometry", "holds")
+    section("early", "Images", "holds when: a; b")
+    reported("late", "--out", ".")
+    found, counts = reported("early", "--out", ".")
+    assert found == ["Images", "holds when: a; b", "Geometry", "holds"]
+    assert "| [Images](REPORT.md#images) | 0 | 1 | 0 |\n| [Geometry]" in counts
+    section("early", "Images", "does not hold")
+    found, counts = reported("early", "--out", ".")
+    assert found == ["Images", "does not hold", "Geometry", "holds"]
+    assert "| [Images](REPORT.md#images) | 0 | 0 | 1 |" in counts
 
 
 @pytest.mark.slow

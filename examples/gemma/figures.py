@@ -8,16 +8,14 @@ from measured import (
     Errors,
     Run,
     arguments,
+    by_k,
     by_rows,
-    errors,
     means,
     runs_of,
     select,
-    with_base,
     write_table,
 )
 from verdicts import (
-    LEVEL,
     ROWS,
     Claim,
     ablation_claims,
@@ -37,15 +35,6 @@ from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 KINDS_HERE = KINDS | {
     "proximal": ("mu and nu, encoder", 0.001)
 }  # the paper's code has them from the start
-
-
-def by_k(runs: list[Run], k: int) -> dict[str, Errors]:
-    """The sweep of K by way, what it varies from included."""
-    return {
-        way: errors(with_base(select(runs, act="topk", way=way), "k", k))
-        for way in WAYS
-        if select(runs, act="topk", way=way)
-    }
 
 
 def k_and_density(out: Path, runs: list[Run], swept: dict[str, Errors]) -> None:
@@ -120,37 +109,6 @@ def peak_claims(found: Errors, d_sae: int) -> list[Claim]:
     ]
 
 
-def wide_claims(runs: list[Run]) -> list[Claim]:
-    """The claims on the paper's own number of latents and its K, on all rows; none where they were not trained."""
-    return [
-        *wide_claim(
-            runs, "topk", "K = {:g}", "PAM-SGD is behind SGD with 4,096 latents, TopK", above=True
-        ),
-        *wide_claim(
-            runs, "relu", "relu", "PAM-SGD is ahead of SGD with 4,096 latents and L1", above=False
-        ),
-    ]
-
-
-def wide_claim(runs: list[Run], act: str, form: str, statement: str, above: bool) -> list[Claim]:
-    wide = {way: errors(select(runs, group="wide", way=way, act=act)) for way in WAYS}
-    over = ratios(wide["paper"], wide["sgd"], form)
-    if not over:
-        return []
-    tools = ratios(wide["default"], wide["fair"], form)
-    held = [
-        setting
-        for setting, ratio in over.items()
-        if (ratio.mean > 1 + LEVEL if above else ratio.mean < 1 - LEVEL)
-    ]
-    evidence = f"FVU over SGD's, on all rows: {listed(over)}"
-    if tools:
-        evidence += f". Of pam-sgd over sgd's, by the tool's defaults: {listed(tools)}"
-    return [
-        Claim(f"{statement}, {' and '.join(over)}", part_verdict(held, over), evidence, "sizes.png")
-    ]
-
-
 def k_claims(swept: dict[str, Errors]) -> list[Claim]:
     """The claim on small K."""
     over = ratios(swept.get("paper", {}), swept.get("sgd", {}), "K = {:g}")
@@ -186,7 +144,6 @@ def main() -> None:
     claims = [
         *efficiency_claims(by_size, acts, where),
         *peak_claims(by_size["topk"]["paper"], d_sae),
-        *wide_claims(runs),
         *k_claims(swept),
         *sparsity_claims(runs, where, "frontier.png"),
         *speed_claims(runs, acts, where),

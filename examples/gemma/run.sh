@@ -21,23 +21,6 @@ fi
 activations $epochs
 k=$(latents 320)
 
-# at GROUP VALUE FRACTION K: train each way with TopK on that fraction of the rows; relu_at the same with relu.
-at() {
-    train "$1" topk sgd "$2" "--act abs-topk --k $4 $(paper_sgd "$3")"
-    train "$1" topk paper "$2" "--act abs-topk --k $4 $(paper_pam "$3")"
-    tools "$1" topk "$2" "$3" "--act topk --k $4"
-}
-relu_at() {
-    train "$1" relu sgd "$2" "--act relu $(paper_sgd "$3") $(paper_l1 0.01)"
-    train "$1" relu paper "$2" "--act relu $(paper_pam "$3") $(paper_l1 0.00001)"
-    tools "$1" relu "$2" "$3" "--act relu"
-}
-tools() {
-    local some
-    some="$settings --fraction $(per "$share" "$4")"
-    train "$1" "$2" default "$3" "$5 $some ${6:-}"
-    train "$1" "$2" fair "$3" "$5 $some --solver sgd ${6:-}"
-}
 at base 1 1 "$k"
 relu_at base 1 1
 for fraction in $fractions; do at size "$fraction" "$fraction" "$k"; done
@@ -48,16 +31,6 @@ for mu in $proximals; do
     train proximal topk sgd "$mu" "--act abs-topk --k $k $(paper_sgd 1 "$mu")"
     train proximal topk paper "$mu" "--act abs-topk --k $k $(paper_pam 1 "$mu")"
 done
-if ((d_sae < 4096)) && ! $quick; then  # the paper's numbers, next to its proportions
-    for value in 320 640; do
-        train wide topk sgd "$value" "--act abs-topk --k $value $(paper_sgd 1) --d-sae 4096"
-        train wide topk paper "$value" "--act abs-topk --k $value $(paper_pam 1) --d-sae 4096"
-        tools wide topk "$value" 1 "--act topk --k $value" "--d-sae 4096"
-    done
-    train wide relu sgd 1 "--act relu $(paper_sgd 1) $(paper_l1 0.01) --d-sae 4096"
-    train wide relu paper 1 "--act relu $(paper_pam 1) $(paper_l1 0.00001) --d-sae 4096"
-    tools wide relu 1 1 "--act relu" "--d-sae 4096"
-fi
 trained
 geometry base-topk-default-1-0 "$k"
 python "$here/gemma/figures.py" "$out" --command "examples/gemma/run.sh$given"
