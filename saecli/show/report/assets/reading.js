@@ -176,8 +176,8 @@ function reading(data, actions = () => null, onChoose = () => {}) {
     const { jointly } = why.removed;
     return h("section", { class: "card latents listed" }, h("h2", {}, title), h("p", {},
       `${asked} after ${alone(data.tokens[why.position].text)} is ${figures(why.value)}: ${attributed(why)}`),
-    removals(why, pick), why.also.flatMap((other) => [h("h3", {}, `${other.run}, ${placesOf(other)}`),
-      h("p", {}, attributed(other)), removals(other, (latent) => `${latent}`)]),
+    removals(why, pick), why.also.flatMap((other) => [h("p", {}, h("b", {}, `${other.run}, ${placesOf(other)}: `),
+      attributed(other)), removals(other, (latent) => `${latent}`)]),
     jointly ? h("p", {}, `Without the latents of all these tables at once: predicted ${figures(jointly.predicted)}, `
       + `measured ${figures(jointly.measured)}.`) : null);
   }
