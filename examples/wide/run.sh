@@ -18,7 +18,9 @@ fi
 k=$(latents 320)
 at base 1 1 "$k"
 relu_at base 1 1
-at k "$(latents 640)" 1 "$(latents 640)"
+twice=$(latents 640)
+at k "$twice" 1 "$twice"
+train signed topk default "$twice" "--act abs-topk --k $twice $settings --fraction $share"
 trained
 geometry base-topk-default-1-0 "$k"
 python "$here/wide/figures.py" "$out" --command "examples/wide/run.sh$given"
