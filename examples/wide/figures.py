@@ -38,7 +38,7 @@ def widths(out: Path, found: Mapping[str, Mapping[str, Errors]]) -> None:
                     axes.plot([at] * len(seeds), seeds, MARKERS[index], color=COLOURS[index])
             axes.plot([], [], MARKERS[index], color=COLOURS[index], label=WAYS[way])
         axes.set_xticks(range(len(names)), names)
-        axes.set(ylabel="test FVU")
+        axes.set(xlim=(-0.5, len(names) - 0.5), ylabel="test FVU")
         log_scale(axes, "y")
         legend_below(drawn, *axes.get_legend_handles_labels())
 
