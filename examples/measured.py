@@ -123,13 +123,11 @@ def by_rows(runs: Sequence[Run], key: str = "test_fvu") -> Errors:
     return errors([*some, *(run for run in base if run.rows not in known)], key)
 
 
-def by_k(runs: list[Run], k: int) -> dict[str, Errors]:
-    """The sweep of K by way, what it varies from included."""
-    return {
-        way: errors(with_base(select(runs, act="topk", way=way), "k", k))
-        for way in WAYS
-        if select(runs, act="topk", way=way)
-    }
+def base_settings(runs: Sequence[Run]) -> tuple[int, int, dict[str, str]]:
+    """K and the number of latents of the runs that others vary from, and titles of activations."""
+    document = select(runs, group="base", act="topk")[0].document
+    k = document["activation"]["k"]
+    return k, document["training"]["d_sae"], {"topk": f"TopK, K = {k}", "relu": "relu with L1"}
 
 
 def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:

@@ -8,11 +8,13 @@ from measured import (
     Errors,
     Run,
     arguments,
-    by_k,
+    base_settings,
     by_rows,
+    errors,
     means,
     runs_of,
     select,
+    with_base,
     write_table,
 )
 from verdicts import (
@@ -35,6 +37,15 @@ from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 KINDS_HERE = KINDS | {
     "proximal": ("mu and nu, encoder", 0.001)
 }  # the paper's code has them from the start
+
+
+def by_k(runs: list[Run], k: int) -> dict[str, Errors]:
+    """The sweep of K by way, what it varies from included."""
+    return {
+        way: errors(with_base(select(runs, act="topk", way=way), "k", k))
+        for way in WAYS
+        if select(runs, act="topk", way=way)
+    }
 
 
 def k_and_density(out: Path, runs: list[Run], swept: dict[str, Errors]) -> None:
@@ -130,9 +141,7 @@ def k_claims(swept: dict[str, Errors]) -> list[Claim]:
 def main() -> None:
     given = arguments(__doc__)
     runs, out = runs_of(given.out), given.out
-    document = select(runs, group="base", act="topk")[0].document
-    k, d_sae = document["activation"]["k"], document["training"]["d_sae"]
-    acts = {"topk": f"TopK, K = {k}", "relu": "relu with L1"}
+    k, d_sae, acts = base_settings(runs)
     write_table(out, "runs", runs)
     curves(out, runs, acts)
     by_size, swept = sizes(out, runs, acts), by_k(runs, k)

@@ -4,7 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawn import curves
-from measured import WAYS, Errors, Run, arguments, by_k, errors, runs_of, select, write_table
+from measured import (
+    WAYS,
+    Errors,
+    Run,
+    arguments,
+    base_settings,
+    errors,
+    runs_of,
+    select,
+    with_base,
+    write_table,
+)
 from verdicts import (
     RACES,
     Claim,
@@ -62,12 +73,10 @@ def signed_claims(runs: Sequence[Run], where: str) -> list[Claim]:
 def main() -> None:
     given = arguments(__doc__)
     runs, out = runs_of(given.out), given.out
-    document = select(runs, group="base", act="topk")[0].document
-    k, d_sae = document["activation"]["k"], document["training"]["d_sae"]
-    acts = {"topk": f"TopK, K = {k}", "relu": "relu with L1"}
-    swept = by_k(runs, k)
+    k, d_sae, acts = base_settings(runs)
+    topk = with_base(select(runs, act="topk"), "k", k)
     found = {
-        "topk": {way: swept.get(way, {}) for way in WAYS},
+        "topk": {way: errors(select(topk, way=way)) for way in WAYS},
         "relu": {way: errors(select(runs, act="relu", way=way)) for way in WAYS},
     }
     write_table(out, "runs", runs)

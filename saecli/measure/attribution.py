@@ -43,7 +43,7 @@ from ..model.tokenizer import TokenTexts, one_token
 from ..sae.dictionary import SAE
 from ..splice.passes import CleanPass
 from ..splice.placement import Placement
-from ..splice.spliced import Splice
+from ..splice.spliced import Splice, hooks_of
 from ..store.origin import HookPoint
 
 
@@ -150,14 +150,12 @@ def value_without(
     chosen: Sequence[tuple[Placement, list[int]]], clean: CleanPass, is_row: Tensor, metric: Metric
 ) -> float:
     """M, with latents of several SAEs at 0 at the tokens that are rows, (B, T) bool."""
-    acting: dict[HookPoint, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
     splices = [Splice(sae_at, partial(_zeroed, latents)) for sae_at, latents in chosen]
     for splice in splices:
         splice.begin(is_row)
-        acting[splice.at.written].append(splice.write)
-    for splice in splices:
-        if splice.at.target is not None:  # it reads what an SAE that writes there leaves
-            acting[splice.at.read].append(splice.read)
+    acting: dict[HookPoint, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
+    for hook_point, hook in hooks_of(splices):
+        acting[hook_point].append(hook)
 
     def act(point: HookPoint, activations: Tensor) -> Tensor:
         for hook in acting[point]:

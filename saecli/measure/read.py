@@ -275,12 +275,14 @@ class Answer:
 
 def placed_beside(sae_at: Placement, others: Sequence[tuple[Subject, SavedSAE]]) -> list[Placement]:
     """The placements of further SAEs that are asked about the same windows."""
+    if not others:
+        return []
     beside = [
         replace(placement(opened, None, None, "--also with"), prepend_bos=sae_at.prepend_bos)
         for opened in others
     ]
     several = [sae_at, *beside]
-    for each in several if beside else []:
+    for each in several:
         if each.sae.widths:
             raise ConfigError(
                 f"cannot use --also with {each.name}, a crosscoder: its codes need the activations at all "

@@ -30,7 +30,7 @@ from ..model.saes import open_sae
 from ..model.source import text_config
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
-from ..store.origin import module_site
+from ..store.origin import HookPoint, module_site
 from .placement import Placement, check_distinct, placement
 
 SPECIAL_TOKENS = ("bos", "eos", "pad", "cls", "sep")  # as a configuration names them
@@ -111,6 +111,13 @@ class Splice:
         return y.detach() + step.to(y)
 
 
+def hooks_of(parts: Sequence[Splice]) -> Sequence[tuple[HookPoint, Callable[[Tensor], Tensor]]]:
+    """In order: an SAE that reads where another one writes reads what that one leaves."""
+    writes = [(part.at.written, part.write) for part in parts]
+    reads = [(part.at.read, part.read) for part in parts if part.at.read != part.at.written]
+    return writes + reads
+
+
 @contextmanager
 def splices(
     model: nn.Module,
@@ -154,11 +161,7 @@ def splices(
     with ExitStack() as opened:
         opened.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
         opened.enter_context(model.register_forward_hook(end))
-        # An SAE that reads where another one writes reads what that one leaves.
-        for hook_point, hook in [
-            *((part.at.written, part.write) for part in parts),
-            *((part.at.read, part.read) for part in parts if part.at.read != part.at.written),
-        ]:
+        for hook_point, hook in hooks_of(parts):
             opened.enter_context(modules.intercepted(hook_point, hook))
         yield
 
