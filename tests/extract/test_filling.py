@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +302,15 @@ class Signalling(dict):
         return super().items()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, whatever the shell that runs the tests has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_no_store_is_being_written_once_filling_ends(model, small_blocks, tmp_path: Path):
     """Else a second Ctrl-C closes one while a thread writes it: a shard of other rows than its checksums."""
     meta = StoreMeta({}, "x", "bfloat16", 16, 90, columns=TOKEN_COLUMNS)
